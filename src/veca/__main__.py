@@ -1,0 +1,5 @@
+import sys
+
+from veca.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,143 @@
+"""One operation, several backends: check the input once, then pick who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from veca.attention import reference, sdpa, triton
+from veca.errors import InputError, suggest
+from veca.rope import Rotation
+
+BACKENDS = ("auto", "reference", "sdpa", "triton")
+
+
+def core_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_cores: int,
+    *,
+    core_rotation: Rotation | tuple[Tensor, Tensor] | None = None,
+    patch_rotation: Rotation | tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention in which the first `num_cores` tokens see all tokens and the rest see only them.
+
+    Args:
+        q, k, v: [B, H, T, d], any strides, one dtype. The first `num_cores` of the T tokens are
+            the cores, the others the patches. `num_cores == T` is plain full attention.
+        core_rotation, patch_rotation: optional rotary tables (cos, sin), each [B or 1, tokens,
+            d / 2], applied to q and k here; see `veca.rope`. Give both or neither.
+        scale: multiplies the scores; default 1 / sqrt(d).
+        backend: "auto" takes the fastest that fits; "reference", "sdpa" or "triton" forces one.
+
+    Returns:
+        [B, H, T, d], in the dtype of `q`.
+    """
+    core_rotation, patch_rotation = _check(q, k, v, num_cores, core_rotation, patch_rotation)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    run = _choose(q, k, v, num_cores, backend)
+    return run(q, k, v, num_cores, core_rotation, patch_rotation, scale)
+
+
+class Choice(NamedTuple):
+    """Which backend `auto` takes on a device, and why."""
+
+    backend: str
+    reason: str
+
+
+def default_backend(device: torch.device | str) -> Choice:
+    """What "auto" takes on `device` for shapes the kernels support, and the reason in words."""
+    why_not = triton.unavailable(torch.device(device))
+    if why_not is None:
+        return Choice("triton", "one pass over the tokens")
+    return Choice("sdpa", why_not)
+
+
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, num_cores: int, backend: str
+) -> Callable[..., Tensor]:
+    if backend == "reference":
+        return reference.core_attention
+    if backend == "sdpa":
+        return sdpa.core_attention
+    if backend not in BACKENDS:
+        raise InputError(f"unknown attention backend {suggest(str(backend), BACKENDS)}")
+    why_not = triton.unavailable(q.device) or triton.unsupported(q, k, v, num_cores)
+    if why_not is None and (backend == "triton" or num_cores < q.shape[2]):
+        return triton.core_attention
+    if backend == "triton":
+        raise InputError(f"the triton backend cannot run here: {why_not}. Use backend='auto'.")
+    return sdpa.core_attention
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_cores: int,
+    core_rotation: Rotation | tuple[Tensor, Tensor] | None,
+    patch_rotation: Rotation | tuple[Tensor, Tensor] | None,
+) -> tuple[Rotation | None, Rotation | None]:
+    if q.ndim != 4:
+        raise InputError(f"q must be [batch, heads, tokens, width], got shape {tuple(q.shape)}.")
+    if not (q.shape == k.shape == v.shape):
+        raise InputError(
+            "q, k and v must have one shape, got "
+            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}."
+        )
+    if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
+        raise InputError(
+            "q, k and v must share one floating dtype, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}."
+        )
+    if not (q.device == k.device == v.device):
+        raise InputError(
+            f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}."
+        )
+    batch, _, tokens, width = q.shape
+    if isinstance(num_cores, bool) or not isinstance(num_cores, (int, torch.SymInt)):
+        raise InputError(f"num_cores must be a whole number, got {num_cores!r}.")
+    if not 1 <= num_cores <= tokens:
+        raise InputError(
+            f"num_cores must be between 1 and the number of tokens, {tokens}, got {num_cores}."
+        )
+    if core_rotation is None and patch_rotation is None:
+        return None, None
+    if core_rotation is None or (patch_rotation is None and num_cores < tokens):
+        raise InputError(
+            "core_rotation and patch_rotation come together: rotated and unrotated tokens cannot "
+            "meet in one product. Give both or neither."
+        )
+    core_tables = _check_tables("core_rotation", core_rotation, batch, num_cores, width)
+    if patch_rotation is None:
+        return core_tables, None
+    return core_tables, _check_tables(
+        "patch_rotation", patch_rotation, batch, tokens - num_cores, width
+    )
+
+
+def _check_tables(
+    name: str,
+    tables: Rotation | tuple[Tensor, Tensor],
+    batch: int,
+    tokens: int,
+    width: int,
+) -> Rotation:
+    if width % 2:
+        raise InputError(f"rotation turns pairs of channels: head width {width} must be even.")
+    cos, sin = tables
+    for table in (cos, sin):
+        shape = tuple(table.shape)
+        if len(shape) != 3 or shape[0] not in (1, batch) or shape[1:] != (tokens, width // 2):
+            raise InputError(
+                f"{name} must be (cos, sin), each [1 or {batch}, {tokens}, {width // 2}], "
+                f"got {shape}."
+            )
+    return Rotation(cos, sin)

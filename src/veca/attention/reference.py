@@ -1,0 +1,53 @@
+"""The definition of core attention: dense softmax under a mask, in float32 or float64.
+
+Slow and obvious on purpose. Every other backend is tested against this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from veca.rope import Rotation, rotate
+
+
+def visibility(tokens: int, num_cores: int, device: torch.device | None = None) -> Tensor:
+    """Which token (row) sees which (column): [T, T] booleans.
+
+    Cores see everything; patches see the cores only.
+    """
+    index = torch.arange(tokens, device=device)
+    return (index[:, None] < num_cores) | (index[None, :] < num_cores)
+
+
+def core_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_cores: int,
+    core_rotation: Rotation | None,
+    patch_rotation: Rotation | None,
+    scale: float,
+) -> Tensor:
+    dtype = q.dtype
+    q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
+    q = rotate_tokens(q, num_cores, core_rotation, patch_rotation)
+    k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
+    scores = q @ k.transpose(-2, -1) * scale
+    seen = visibility(q.shape[-2], num_cores, q.device)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return (weights @ v).to(dtype)
+
+
+def rotate_tokens(
+    x: Tensor, num_cores: int, core_rotation: Rotation | None, patch_rotation: Rotation | None
+) -> Tensor:
+    """Rotate cores and patches of `x` [B, H, T, d], each by its own tables."""
+    cores, patches = x[:, :, :num_cores], x[:, :, num_cores:]
+    if core_rotation is not None:
+        cores = rotate(cores, core_rotation)
+    if patch_rotation is not None:
+        patches = rotate(patches, patch_rotation)
+    if core_rotation is None and patch_rotation is None:
+        return x
+    return torch.cat([cores, patches], dim=2)

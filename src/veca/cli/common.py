@@ -1,0 +1,88 @@
+"""What several commands share: the console, option types, and how their values are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from veca.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    import torch
+
+console = Console()
+
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto: the best there is.")]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads to use.", show_default="torch's choice")
+]
+
+
+def pick_device(name: str) -> torch.device:
+    """The torch device a user asked for, checked to exist."""
+    import torch
+
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"device {name!r} cannot be used here ({reason}); use cpu, cuda, mps or auto."
+        ) from error
+    return device
+
+
+def parse_numbers(text: str, what: str) -> list[int]:
+    """'8,16,64' -> [8, 16, 64]; at least one whole number of at least 1."""
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise InputError(f"{what} must be whole numbers of at least 1, such as 8,32,64; got {text!r}.")
+    return numbers
+
+
+def parse_size(text: str | None) -> int | tuple[int, int] | None:
+    """'512' -> 512 (short side), '384x512' -> (384, 512) (height x width), 'native' -> None."""
+    if text is None or text == "native":
+        return None
+    try:
+        sides = [int(part) for part in text.lower().split("x")]
+    except ValueError:
+        sides = []
+    if len(sides) == 1:
+        return sides[0]
+    if len(sides) == 2:
+        return sides[0], sides[1]
+    raise InputError(
+        f"a size is a number (the short side, in pixels), HEIGHTxWIDTH or 'native'; got {text!r}."
+    )
+
+
+def writable_folder(path: Path) -> Path:
+    """Create the folder if need be, and make sure that files can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / ".veca-write-test"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(
+            f"cannot write to the folder {path} ({reason}); choose another with --out."
+        ) from error
+    return path
+
+
+def join_numbers(numbers: Sequence[int]) -> str:
+    return ", ".join(str(n) for n in numbers)

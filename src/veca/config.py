@@ -1,0 +1,171 @@
+"""What a VECA network is made of: one frozen dataclass, and the paper's sizes as presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from veca.errors import ConfigError, suggest
+
+
+@dataclasses.dataclass(frozen=True)
+class VecaConfig:
+    """The architecture of one network.
+
+    Everything that changes the function a set of weights computes is here, so that
+    `config.json` beside the weights is enough to rebuild the model.
+    """
+
+    depth: int = 12
+    """Number of blocks, L."""
+    width: int = 384
+    """Width of every token, D."""
+    heads: int = 6
+    ffn_ratio: float = 2.66667
+    """SwiGLU hidden width as a multiple of `width`; the hidden width is `int(width * ffn_ratio)`."""
+    num_cores: int = 64
+    """Size of the ordered core bank, M: the largest budget."""
+    patch_size: int = 16
+    in_channels: int = 3
+    output_width: int | None = None
+    """Width of the features that come out; None means `width` (no output projection)."""
+
+    rope_base: float = 100.0
+    rope_zero_fraction: float = 0.125
+    """Share of the rotary periods, counted from the longest, that do not rotate at all."""
+    rope_shift: float | None = 0.08
+    """Training only: patch coordinates move by uniform(-shift, shift) on each axis."""
+    rope_jitter: float | None = None
+    """Training only: each axis is scaled by exp(uniform(-ln jitter, ln jitter))."""
+    rope_rescale: float | None = 2.0
+    """Training only: both axes are scaled by one exp(uniform(-ln rescale, ln rescale))."""
+
+    norm_eps: float = 1e-5
+    dropout: float = 0.0
+    core_move_init: float = 0.01
+    """Initial value of each layer's step size for the moving cores."""
+
+    image_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    image_std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "heads", "num_cores", "patch_size", "in_channels"):
+            _require_positive_int(name, getattr(self, name))
+        if self.output_width is not None:
+            _require_positive_int("output_width", self.output_width)
+        if self.width % self.heads:
+            raise ConfigError(
+                f"width {self.width} is not a multiple of heads {self.heads}; "
+                "every head needs the same width."
+            )
+        if self.head_width % 4:
+            raise ConfigError(
+                f"head width {self.head_width} (width {self.width} / heads {self.heads}) is not a "
+                "multiple of 4; axial 2D rotation needs pairs of channels on both axes."
+            )
+        for name in ("ffn_ratio", "rope_base", "norm_eps"):
+            _require_number(name, getattr(self, name), above=0.0)
+        if self.hidden_width < 1:
+            raise ConfigError(f"ffn_ratio {self.ffn_ratio} gives no hidden units at width {self.width}.")
+        _require_number("rope_zero_fraction", self.rope_zero_fraction, at_least=0.0, at_most=1.0)
+        _require_number("dropout", self.dropout, at_least=0.0, below=1.0)
+        _require_number("core_move_init", self.core_move_init)
+        if self.rope_shift is not None:
+            _require_number("rope_shift", self.rope_shift, at_least=0.0)
+        for name in ("rope_jitter", "rope_rescale"):
+            if getattr(self, name) is not None:
+                _require_number(name, getattr(self, name), at_least=1.0)
+        for name in ("image_mean", "image_std"):
+            object.__setattr__(self, name, _three_numbers(name, getattr(self, name)))
+        if min(self.image_std) <= 0:
+            raise ConfigError(f"image_std must be positive, got {self.image_std}.")
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def hidden_width(self) -> int:
+        """Width of the SwiGLU hidden layer."""
+        return int(self.width * self.ffn_ratio)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the features that come out of the model."""
+        return self.width if self.output_width is None else self.output_width
+
+    def replace(self, **changes: Any) -> VecaConfig:
+        """A copy with some fields changed; unknown fields are refused."""
+        return VecaConfig.from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, in the order of the fields."""
+        fields = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> VecaConfig:
+        """Build from plain JSON types; an unknown field is an error that names it."""
+        if not isinstance(fields, Mapping):
+            raise ConfigError(f"a configuration is a mapping of fields, got {type(fields).__name__}.")
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"unknown configuration field {suggest(str(name), known)}")
+        return cls(**fields)
+
+
+def _require_positive_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+
+
+def _require_number(
+    name: str,
+    value: object,
+    *,
+    above: float = -math.inf,
+    at_least: float = -math.inf,
+    below: float = math.inf,
+    at_most: float = math.inf,
+) -> None:
+    bad_type = isinstance(value, bool) or not isinstance(value, (int, float))
+    if bad_type or not math.isfinite(value):  # type: ignore[arg-type]
+        raise ConfigError(f"{name} must be a finite number, got {value!r}.")
+    if not (above < value and at_least <= value and value < below and value <= at_most):  # type: ignore[operator]
+        lower = f"above {above}" if above > -math.inf else f"at least {at_least}"
+        upper = f" and below {below}" if below < math.inf else ""
+        upper = f" and at most {at_most}" if at_most < math.inf else upper
+        raise ConfigError(f"{name} must be {lower}{upper}, got {value!r}.")
+
+
+def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
+    try:
+        numbers = tuple(float(x) for x in value)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        numbers = ()
+    if len(numbers) != 3 or not all(math.isfinite(x) for x in numbers):
+        raise ConfigError(f"{name} must be three finite numbers (R, G, B), got {value!r}.")
+    return numbers
+
+
+# `tiny` is ours, for laptops and tests; the other four are the paper's.
+PRESETS: dict[str, VecaConfig] = {
+    "veca_tiny_patch16": VecaConfig(width=192, heads=3),
+    "veca_small_patch16": VecaConfig(width=384, heads=6),
+    "veca_splus_patch16": VecaConfig(width=384, heads=6, ffn_ratio=4.0),
+    "veca_base_patch16": VecaConfig(width=768, heads=12),
+    "veca_large_patch16": VecaConfig(depth=24, width=1024, heads=16),
+}
+
+
+def preset(name: str) -> VecaConfig:
+    """The configuration of a preset: `veca_small_patch16`, or `small` for short."""
+    if not isinstance(name, str):
+        raise ConfigError(f"a preset is named by a string, got {name!r}.")
+    full = name if name in PRESETS else f"veca_{name}_patch16"
+    if full not in PRESETS:
+        raise ConfigError(f"unknown preset {suggest(name, PRESETS)}")
+    return PRESETS[full]

@@ -1,0 +1,180 @@
+"""What a forward pass costs at a size and a budget, beside a dense ViT of the same width and depth.
+
+Counted from the architecture, not measured; `veca bench` measures. A multiply-add is two FLOPs;
+matrix products, convolution and attention are counted, elementwise work is not. The dense model
+carries five extra tokens (CLS and four registers), as in the published comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from veca.config import VecaConfig, preset
+from veca.dense import EXTRA_TOKENS
+from veca.errors import InputError
+from veca.model import check_budget
+
+
+@dataclass(frozen=True)
+class NetworkCost:
+    """One network, one image."""
+
+    tokens: int
+    interactions: int
+    """Query-key pairs in one layer's attention between image tokens and cores."""
+    attention_flops: int
+    """One attention block: the q, k, v and output projections and the attention itself."""
+    flops: int
+    """The whole network."""
+    parameters: int
+    inference_bytes: int
+    """Peak of live activations without gradients, fused attention, nothing compiled."""
+    training_bytes: int
+    """Activations kept for the backward pass, fused attention, nothing compiled."""
+    score_bytes: int
+    """What one layer's attention weights would take if they were ever stored; they are not."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """VECA and a dense ViT at the same image size."""
+
+    config: VecaConfig
+    size: tuple[int, int]
+    """(height, width) in pixels."""
+    grid: tuple[int, int]
+    cores: int
+    veca: NetworkCost
+    dense: NetworkCost
+
+    @property
+    def interaction_ratio(self) -> float:
+        """Interactions of VECA over N^2."""
+        return self.veca.interactions / self.dense.interactions
+
+    @property
+    def attention_ratio(self) -> float:
+        """FLOPs of one attention block, VECA over dense."""
+        return self.veca.attention_flops / self.dense.attention_flops
+
+    @property
+    def flops_ratio(self) -> float:
+        """FLOPs of the whole network, VECA over dense."""
+        return self.veca.flops / self.dense.flops
+
+
+def cost(
+    model: str | VecaConfig,
+    size: int | tuple[int, int] = 512,
+    cores: int | None = None,
+    *,
+    bytes_per_number: int = 4,
+) -> Cost:
+    """The cost of one image of `size` pixels (a side, or height and width) at a budget.
+
+    `model` is a preset's name or a configuration; `bytes_per_number` is 4 for float32, 2 for
+    bfloat16 and float16.
+
+    >>> cost("veca_base_patch16", size=1024, cores=64).attention_ratio
+    0.299...
+    """
+    config = model if isinstance(model, VecaConfig) else preset(model)
+    budget = check_budget(cores, config.num_cores)
+    height, width = _check_size(size, config.patch_size)
+    grid = (height // config.patch_size, width // config.patch_size)
+    patches = grid[0] * grid[1]
+    return Cost(
+        config,
+        (height, width),
+        grid,
+        budget,
+        veca=_veca(config, patches, budget, bytes_per_number),
+        dense=_dense(config, patches, bytes_per_number),
+    )
+
+
+def interactions(patches: int, cores: int) -> int:
+    """Pairs in one layer: cores see all N + C tokens, patches see C cores. 2NC + C^2."""
+    return cores * (patches + cores) + patches * cores
+
+
+def _veca(c: VecaConfig, patches: int, cores: int, number: int) -> NetworkCost:
+    tokens = patches + cores
+    pairs = interactions(patches, cores)
+    attention = _attention_flops(c, tokens, pairs)
+    moves = (c.depth - 1) * 2 * cores * c.width * 2
+    bank = c.num_cores * (c.width + 2)
+    move_heads = (c.depth - 1) * (2 * c.width + 2 + 1)
+    return NetworkCost(
+        tokens=tokens,
+        interactions=pairs,
+        attention_flops=attention,
+        flops=_network_flops(c, patches, tokens, attention) + moves,
+        parameters=_shared_parameters(c) + bank + move_heads,
+        inference_bytes=_inference_bytes(c, tokens, number),
+        training_bytes=_training_bytes(c, tokens, number),
+        score_bytes=c.heads * pairs * number,
+    )
+
+
+def _dense(c: VecaConfig, patches: int, number: int) -> NetworkCost:
+    tokens = patches + EXTRA_TOKENS
+    attention = _attention_flops(c, tokens, tokens**2)
+    return NetworkCost(
+        tokens=tokens,
+        interactions=patches**2,
+        attention_flops=attention,
+        flops=_network_flops(c, patches, tokens, attention),
+        parameters=_shared_parameters(c) + EXTRA_TOKENS * c.width,
+        inference_bytes=_inference_bytes(c, tokens, number),
+        training_bytes=_training_bytes(c, tokens, number),
+        score_bytes=c.heads * tokens**2 * number,
+    )
+
+
+def _attention_flops(c: VecaConfig, tokens: int, pairs: int) -> int:
+    projections = 4 * 2 * tokens * c.width**2
+    scores_and_mixing = 2 * 2 * pairs * c.width
+    return projections + scores_and_mixing
+
+
+def _network_flops(c: VecaConfig, patches: int, tokens: int, attention: int) -> int:
+    embed = 2 * patches * c.in_channels * c.patch_size**2 * c.width
+    ffn = 2 * tokens * c.width * 3 * c.hidden_width
+    project = 0 if c.feature_width == c.width else 2 * tokens * c.width * c.feature_width
+    return embed + c.depth * (attention + ffn) + project
+
+
+def _shared_parameters(c: VecaConfig) -> int:
+    """All but what stands for the image as a whole: the bank here, CLS and registers there."""
+    embed = c.width * (c.in_channels * c.patch_size**2 + 1)
+    attention = 4 * c.width * (c.width + 1)
+    ffn = 2 * c.hidden_width * (c.width + 1) + c.width * (c.hidden_width + 1)
+    norms = 2 * 2 * c.width
+    project = 0 if c.feature_width == c.width else c.feature_width * (c.width + 1)
+    return embed + c.depth * (attention + ffn + norms) + 2 * c.width + project
+
+
+def _inference_bytes(c: VecaConfig, tokens: int, number: int) -> int:
+    # The widest moment is inside the feed-forward: the residual stream and its normed copy, the
+    # pair (u, v), silu(u) and the product.
+    return tokens * (2 * c.width + 4 * c.hidden_width) * number
+
+
+def _training_bytes(c: VecaConfig, tokens: int, number: int) -> int:
+    # Kept for each block: two norm inputs and outputs (4 D), q, k and v as attention saw them
+    # (3 D), what it gave (D) and that joined for the output projection (D); then (u, v), silu(u)
+    # and the product (4 hidden).
+    return c.depth * tokens * (9 * c.width + 4 * c.hidden_width) * number
+
+
+def _check_size(size: int | tuple[int, int], patch: int) -> tuple[int, int]:
+    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
+    whole = all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
+    if len(sides) != 2 or not whole or any(side < patch or side % patch for side in sides):
+        raise InputError(
+            f"size must be one side or (height, width) in pixels, multiples of the patch size "
+            f"{patch}; got {size!r}."
+        )
+    return sides[0], sides[1]

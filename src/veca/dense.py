@@ -1,0 +1,81 @@
+"""The yardstick: the same network with full attention, a dense ViT in the manner of DINOv3.
+
+Same blocks, widths and rotation as `Veca`; one CLS and four register tokens instead of cores,
+nothing moves, and everybody sees everybody. Full attention is core attention in which every
+token is a core, so the blocks are shared and the comparison is fair by construction.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from veca import rope
+from veca.config import VecaConfig
+from veca.model import Block, check_finite, check_images, initialize
+from veca.rope import Rotation
+
+EXTRA_TOKENS = 5
+"""CLS and four registers."""
+
+
+class DenseOutput(NamedTuple):
+    cls: Tensor
+    """[B, D'] the global embedding."""
+    patches: Tensor
+    """[B, N, D'] dense features."""
+    grid: tuple[int, int]
+
+    def feature_map(self) -> Tensor:
+        """[B, D', h, w] the dense features as an image."""
+        return self.patches.transpose(1, 2).unflatten(2, self.grid)
+
+
+class DenseVit(nn.Module):
+    """A dense vision transformer of the size that `config` gives a `Veca`."""
+
+    def __init__(self, config: VecaConfig) -> None:
+        super().__init__()
+        self.config = config
+        c = config
+        self.patch_embed = nn.Conv2d(c.in_channels, c.width, c.patch_size, stride=c.patch_size)
+        self.extra = nn.Parameter(torch.empty(EXTRA_TOKENS, c.width))
+        self.blocks = nn.ModuleList(Block(c) for _ in range(c.depth))
+        self.norm = nn.LayerNorm(c.width, eps=c.norm_eps)
+        same = c.feature_width == c.width
+        self.project: nn.Module = nn.Identity() if same else nn.Linear(c.width, c.feature_width)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        initialize(self)
+        nn.init.normal_(self.extra, std=self.config.width**-0.5)
+
+    def forward(self, images: Tensor) -> DenseOutput:
+        """Features of `images` [B, 3, H, W] (float, normalised), H and W on the patch grid."""
+        c = self.config
+        grid = check_images(images, c.in_channels, c.patch_size)
+        if not self.training:
+            check_finite(images)
+        patches = self.patch_embed(images.to(self.patch_embed.weight.dtype))
+        patches = patches.flatten(2).transpose(1, 2)
+        extra = self.extra.expand(patches.shape[0], -1, -1).to(patches.dtype)
+        x = torch.cat([extra, patches], dim=1)
+
+        rotation = self._rotation(grid, x.device)
+        for block in self.blocks:
+            x = block(x, x.shape[1], rotation, None)
+        x = self.project(self.norm(x))
+        return DenseOutput(x[:, 0], x[:, EXTRA_TOKENS:], grid)
+
+    def _rotation(self, grid: tuple[int, int], device: torch.device) -> Rotation:
+        """Patches turn with their coordinates; the extra tokens stand outside the image."""
+        c = self.config
+        xy = rope.grid_coordinates(*grid, device)
+        if self.training:
+            xy = rope.augment_coordinates(xy, c.rope_shift, c.rope_jitter, c.rope_rescale)
+        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, device)
+        cos, sin = rope.rotation(xy.unsqueeze(0), periods)
+        still = cos.new_zeros(1, EXTRA_TOKENS, cos.shape[-1])
+        return Rotation(torch.cat([still + 1, cos], dim=1), torch.cat([still, sin], dim=1))

@@ -1,0 +1,46 @@
+"""The exceptions users see. Each message says what was wrong, what was expected and what to do.
+
+Every class also derives from the built-in exception a Python user would guess, so code that
+catches `ValueError` keeps working; `VecaError` catches everything this package raises on purpose.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class VecaError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(VecaError, ValueError):
+    """A configuration that does not describe a model."""
+
+
+class InputError(VecaError, ValueError):
+    """A tensor, budget or option that a model or an operation cannot take."""
+
+
+class ImageError(VecaError, ValueError):
+    """An image that cannot be read or fitted to the patch grid."""
+
+
+class WeightsError(VecaError, ValueError):
+    """A weights file or folder that cannot be found, read, trusted or written."""
+
+
+class OutputError(VecaError, OSError):
+    """A result that cannot be written where it was asked for."""
+
+
+class MissingExtraError(VecaError, ImportError):
+    """An optional dependency that this feature needs is not installed."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return `name` in quotes with the nearest known name, for "unknown ..." messages."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{name!r}{hint} Known: {', '.join(known)}." if hint else f"{name!r}. Known: {', '.join(known)}."

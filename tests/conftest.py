@@ -1,0 +1,31 @@
+"""Shared by all tests: one thread, fixed seeds, small models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from veca import Veca, VecaConfig, create_model
+
+torch.set_num_threads(1)
+
+SMALLEST = VecaConfig(depth=3, width=32, heads=2, num_cores=8)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tiny() -> Veca:
+    """Three layers, eight cores, every parameter away from its initial value, in eval mode."""
+    return stirred(create_model(SMALLEST)).eval()
+
+
+def stirred(model: torch.nn.Module, amount: float = 0.1) -> torch.nn.Module:
+    """Move every parameter, so that zeros and ones of a fresh model hide nothing."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * amount)
+    return model

@@ -1,0 +1,91 @@
+"""The published figures, and the counts against torch's own counter and the real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import SMALLEST
+from torch.utils.flop_counter import FlopCounterMode
+
+import veca
+from veca import DenseVit, VecaConfig, create_model
+from veca.errors import InputError
+
+
+@pytest.mark.parametrize(("cores", "published"), [(64, 0.129), (8, 0.016)])
+def test_interactions_as_published(cores, published):
+    result = veca.cost("veca_base_patch16", size=512, cores=cores)
+    assert round(result.interaction_ratio, 3) == published
+    assert result.veca.interactions == 2 * 1024 * cores + cores**2
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "published"),
+    [
+        ("base", 256, 1.127),
+        ("base", 384, 0.863),
+        ("base", 512, 0.684),
+        ("base", 768, 0.443),
+        ("base", 1024, 0.299),
+        ("small", 1024, 0.186),
+        ("large", 1024, 0.359),
+    ],
+)
+def test_attention_block_flops_as_published(name, size, published):
+    assert round(veca.cost(name, size=size, cores=64).attention_ratio, 3) == published
+
+
+@pytest.mark.parametrize("output_width", [None, 48])
+@pytest.mark.parametrize("cores", [3, 8])
+def test_counts_equal_torchs_counter(cores, output_width):
+    """The mask of the reference is dense, so count the pairs it really needs with matmuls."""
+    config = SMALLEST.replace(output_width=output_width)
+    expected = veca.cost(config, size=(48, 64), cores=cores)
+    images = torch.randn(1, 3, 48, 64)
+    for model, kwargs, counted in (
+        (create_model(config, backend="sdpa"), {"cores": cores}, expected.veca),
+        (DenseVit(config), {}, expected.dense),
+    ):
+        assert sum(p.numel() for p in model.parameters()) == counted.parameters
+        model.eval()
+        with FlopCounterMode(display=False) as counter:
+            model(images, **kwargs)
+        assert counter.get_total_flops() == counted.flops
+
+
+def test_training_memory_estimate_is_near_what_autograd_keeps():
+    config = VecaConfig(depth=4, width=192, heads=3, num_cores=16)
+    model = create_model(config, backend="sdpa").train()
+    images = torch.randn(1, 3, 256, 256)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model(images)
+    estimate = veca.cost(config, size=256, cores=16).veca.training_bytes
+    assert sum(kept.values()) == pytest.approx(estimate, rel=0.2)
+    assert out.grid == (16, 16)
+
+
+def test_memory_estimates_scale_with_precision_and_tokens():
+    full = veca.cost("tiny", 512, 64)
+    half = veca.cost("tiny", 512, 64, bytes_per_number=2)
+    assert half.veca.inference_bytes * 2 == full.veca.inference_bytes
+    assert full.veca.score_bytes < 0.2 * full.dense.score_bytes
+
+
+@pytest.mark.parametrize("size", [0, 15, 500, -16, 16.0, (16,), (16, 17), True])
+def test_bad_sizes_are_named(size):
+    with pytest.raises(InputError, match="multiples of the patch size 16"):
+        veca.cost("tiny", size=size)
+
+
+def test_bad_budget_is_named():
+    with pytest.raises(InputError, match="from 1 to 64"):
+        veca.cost("tiny", cores=65)

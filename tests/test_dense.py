@@ -1,0 +1,21 @@
+import torch
+from conftest import SMALLEST, stirred
+
+from veca import DenseVit
+
+
+def test_dense_outputs_and_full_attention():
+    """One layer is enough for every patch to see every other: the opposite of VECA."""
+    model = stirred(DenseVit(SMALLEST.replace(depth=1))).eval()
+    images = torch.randn(1, 3, 32, 48, requires_grad=True)
+    out = model(images)
+    assert out.cls.shape == (1, 32) and out.patches.shape == (1, 6, 32) and out.grid == (2, 3)
+    assert out.feature_map().shape == (1, 32, 2, 3)
+    grad = torch.autograd.grad(out.patches[0, 0].sum(), images)[0]
+    assert (grad[0, :, 16:, 32:] != 0).any()
+
+
+def test_extra_tokens_do_not_rotate():
+    model = DenseVit(SMALLEST)
+    cos, sin = model._rotation((2, 3), torch.device("cpu"))
+    assert (cos[0, :5] == 1).all() and (sin[0, :5] == 0).all() and (sin[0, 5:] != 0).any()

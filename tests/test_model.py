@@ -1,0 +1,337 @@
+"""The model against the claims of the paper: prefixes, who influences whom, any size, any budget."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import SMALLEST, stirred
+
+from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, create_model
+from veca.errors import InputError, VecaError
+from veca.model import spread_points
+
+IMAGES = (2, 3, 48, 64)  # 3 x 4 patches
+
+
+def test_outputs_have_the_documented_shapes(tiny):
+    out = tiny(torch.randn(IMAGES), cores=5)
+    assert isinstance(out, VecaOutput)
+    assert out.cores.shape == (2, 5, 32) and out.patches.shape == (2, 12, 32)
+    assert out.core_xy.shape == (2, 5, 2) and out.grid == (3, 4)
+    assert torch.equal(out.cls, out.cores[:, 0])
+    assert out.feature_map().shape == (2, 32, 3, 4)
+    assert torch.equal(out.feature_map()[0, :, 1, 2], out.patches[0, 1 * 4 + 2])
+    assert out.core_xy.abs().max() <= 1
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_builds_and_runs(name):
+    with torch.device("meta"):
+        model = Veca(PRESETS[name])
+    out = model.train()(torch.empty(1, 3, 32, 48, device="meta"), cores=8)
+    assert out.patches.shape == (1, 6, PRESETS[name].width)
+
+
+@pytest.mark.parametrize("cores", [1, 3, 8])
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+def test_a_budget_is_a_prefix_bit_for_bit(tiny, cores, backend):
+    """`cores=C` on the full model equals a model whose bank holds only the first C cores."""
+    tiny.backend = backend
+    small = create_model(SMALLEST.replace(num_cores=cores), backend=backend).eval()
+    state = tiny.state_dict()
+    for name in ("bank.tokens", "bank.coordinates"):
+        state[name] = state[name][:cores]
+    small.load_state_dict(state)
+    images = torch.randn(IMAGES)
+    for ours, theirs in zip(tiny(images, cores=cores)[:3], small(images)[:3], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize(("depth", "reached"), [(1, False), (2, True)])
+def test_patches_meet_only_through_cores(backend, depth, reached):
+    """After one layer no patch depends on another; after two, through the cores, it does."""
+    model = stirred(create_model(SMALLEST.replace(depth=depth), backend=backend)).eval()
+    images = torch.randn(1, 3, 32, 32, requires_grad=True)
+    out = model(images, cores=4)
+    grad = torch.autograd.grad(out.patches[0, 0].sum(), images)[0][0]
+    own, other = grad[:, :16, :16], grad[:, 16:, 16:]
+    assert own.abs().max() > 0
+    assert bool((other != 0).any()) == reached
+    core_grad = torch.autograd.grad(model(images, cores=4).cls.sum(), images)[0][0]
+    assert (core_grad[:, 16:, 16:] != 0).any()
+
+
+def test_patch_order_follows_the_image(tiny):
+    """Changing one patch of pixels changes its own token most: rows first, then columns."""
+    model = stirred(create_model(SMALLEST.replace(depth=1))).eval()
+    images = torch.randn(1, 3, 48, 64)
+    changed = images.clone()
+    changed[:, :, 16:32, 48:64] += 1.0
+    moved = (model(images).patches - model(changed).patches).abs().sum(-1)[0]
+    assert moved.nonzero().flatten().tolist() == [1 * 4 + 3]
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 80), (112, 48)])
+def test_any_grid_with_the_same_weights(tiny, size):
+    out = tiny(torch.randn(1, 3, *size), cores=8)
+    assert out.grid == (size[0] // 16, size[1] // 16)
+    assert torch.isfinite(out.patches).all()
+
+
+def test_no_state_is_kept_between_calls(tiny):
+    images = torch.randn(IMAGES)
+    before = tiny(images)
+    state = set(tiny.__dict__)
+    tiny(torch.randn(1, 3, 96, 32), cores=2)
+    assert set(tiny.__dict__) == state
+    assert torch.equal(before.patches, tiny(images).patches)
+
+
+def test_batch_items_do_not_mix(tiny):
+    images = torch.randn(3, 3, 32, 32)
+    together = tiny(images).patches
+    alone = torch.cat([tiny(image[None]).patches for image in images])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_cores_move_by_the_published_rule(tiny):
+    """raw += alpha * Linear(residual core), then tanh: recomputed from the intermediates."""
+    images = torch.randn(IMAGES)
+    layers = tiny.forward_intermediates(images, cores=6, norm=False)
+    raw = tiny.bank.coordinates[:6].expand(2, -1, -1)
+    torch.testing.assert_close(layers[0].core_xy, raw.tanh())
+    for move, before, after in zip(tiny.moves, layers, layers[1:], strict=False):
+        raw = raw + move.alpha * (before.cores @ move.head.weight.T + move.head.bias)
+        torch.testing.assert_close(after.core_xy, raw.tanh())
+
+
+def test_intermediates_end_in_the_output(tiny):
+    images = torch.randn(IMAGES)
+    out = tiny(images, cores=4)
+    third, first = tiny.forward_intermediates(images, cores=4, layers=(3, 1))
+    assert torch.equal(third.patches, out.patches) and torch.equal(third.cores, out.cores)
+    assert not torch.allclose(first.patches, out.patches)
+    assert len(tiny.forward_intermediates(images)) == 3
+
+
+def test_output_projection_is_shared_by_cores_and_patches():
+    model = stirred(create_model(SMALLEST, output_width=20)).eval()
+    images = torch.randn(IMAGES)
+    raw = model.forward_intermediates(images, layers=[3], norm=False)[0]
+    out = model(images)
+    for got, tokens in ((out.cores, raw.cores), (out.patches, raw.patches)):
+        torch.testing.assert_close(got, model.project(model.norm(tokens)))
+        assert got.shape[-1] == 20
+
+
+def test_softmax_maps_are_what_attention_used(tiny):
+    """Rebuild one layer's core outputs from the maps of every head."""
+    images = torch.randn(IMAGES)
+    maps = tiny.attention_maps(images, cores=5, per_head=True)
+    assert maps.shape == (2, 3, 2, 5, 3, 4)
+    assert (maps >= 0).all() and (maps.flatten(-2).sum(-1) <= 1 + 1e-5).all()
+    averaged = tiny.attention_maps(images, cores=5, layers=[2])
+    torch.testing.assert_close(averaged[:, 0], maps[:, 1].mean(dim=1))
+
+    # The definition, written out for layer 1, where core coordinates are the bank's own.
+    model, block = tiny, tiny.blocks[0]
+    before = torch.cat(
+        [
+            model.bank.tokens[:5].expand(2, -1, -1),
+            model.patch_embed(images).flatten(2).transpose(1, 2),
+        ],
+        dim=1,
+    )
+    from veca import rope
+
+    c = model.config
+    periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction)
+    xy = torch.cat([model.bank.coordinates[:5].tanh(), rope.grid_coordinates(3, 4)])
+    tables = rope.rotation(xy[None], periods)
+    x = block.norm_attn(before)
+    q, k = (
+        rope.rotate(proj(x).view(2, 17, 2, 16).transpose(1, 2), tables)
+        for proj in (block.attn.q, block.attn.k)
+    )
+    weights = (q[:, :, :5] @ k.transpose(-2, -1) / 4).softmax(-1)[..., 5:]
+    torch.testing.assert_close(maps[:, 0].flatten(-2), weights)
+
+    # Norm-based: explicit vectors, no Gram matrix.
+    v = block.attn.v(x).view(2, 17, 2, 16).transpose(1, 2)[:, :, 5:]
+    out = block.attn.out.weight.view(32, 2, 16)
+    vectors = torch.einsum("bhcn,ehd,bhnd->bcne", weights, out, v)
+    length = vectors.norm(dim=-1)
+    expected = length / length.sum(-1, keepdim=True)
+    norm_maps = model.attention_maps(images, cores=5, layers=[1], kind="norm")
+    torch.testing.assert_close(norm_maps[:, 0].flatten(-2), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_initial_core_coordinates_cover_the_image_at_every_prefix():
+    points = spread_points(64)
+    assert points.abs().max() <= 0.95
+    assert points[0].norm() < 0.15  # nearest the origin of a thousand draws
+    for count in (8, 16, 64):
+        distance = torch.cdist(points[:count], points[:count]) + torch.eye(count) * 9
+        # n points in a 1.9 x 1.9 square: evenly spread ones keep about 1.9 / sqrt(n) apart.
+        assert distance.min() > 0.55 * 1.9 / count**0.5
+
+
+def test_fresh_weights_follow_the_publication():
+    model = create_model("tiny")
+    assert model.bank.tokens.std().item() == pytest.approx(192**-0.5, rel=0.05)
+    assert all(move.alpha.item() == pytest.approx(0.01) for move in model.moves)
+    weight = model.blocks[0].ffn.up.weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not model.blocks[0].attn.q.bias.any() and (model.norm.weight == 1).all()
+    assert len(model.moves) == 11
+
+
+def test_training_augments_patch_coordinates_only_in_training(tiny):
+    images = torch.randn(IMAGES)
+    assert torch.equal(tiny(images).patches, tiny(images).patches)
+    tiny.train()
+    assert not torch.equal(tiny(images).patches, tiny(images).patches)
+    torch.manual_seed(3)
+    first = tiny(images).patches
+    torch.manual_seed(3)
+    assert torch.equal(first, tiny(images).patches)
+
+
+def test_gradient_checkpointing_changes_nothing_but_memory(tiny):
+    tiny.train()
+    images = torch.randn(IMAGES)
+
+    def gradients():
+        torch.manual_seed(1)
+        tiny.zero_grad()
+        tiny(images, cores=4).patches.square().sum().backward()
+        return [p.grad.clone() for p in tiny.parameters()]
+
+    def saved_bytes():
+        seen = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: seen.update({t.data_ptr(): t.untyped_storage().nbytes()}) or t, lambda t: t
+        ):
+            tiny(images, cores=4)
+        return sum(seen.values())
+
+    plain, plain_bytes = gradients(), saved_bytes()
+    tiny.set_grad_checkpointing()
+    again, kept_bytes = gradients(), saved_bytes()
+    for one, two in zip(plain, again, strict=True):
+        assert torch.equal(one, two)
+    assert kept_bytes < 0.5 * plain_bytes
+
+
+def test_every_parameter_gets_a_gradient(tiny):
+    tiny.train()
+    out = tiny(torch.randn(IMAGES))
+    (out.patches.square().sum() + out.cores.square().sum()).backward()
+    silent = [n for n, p in tiny.named_parameters() if p.grad is None or not p.grad.any()]
+    # A key bias adds the same amount to every score of a softmax only without rotation.
+    assert silent == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_and_autocast(tiny, dtype):
+    images = torch.randn(IMAGES)
+    exact = tiny(images)
+    with torch.autocast("cpu", dtype=dtype):
+        cast = tiny(images)
+    low = copy.deepcopy(tiny).to(dtype)(images)
+    assert low.patches.dtype == dtype and low.core_xy.dtype == torch.float32
+    for rough in (cast, low):
+        error = (rough.patches.float() - exact.patches).norm() / exact.patches.norm()
+        assert error < 0.03
+
+
+def test_float64_works_for_those_who_check_gradients():
+    model = stirred(create_model(VecaConfig(depth=2, width=8, heads=1, num_cores=3))).double().eval()
+    images = torch.randn(1, 3, 16, 32, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda x: model(x, cores=2).patches, images, fast_mode=True, atol=1e-6
+    )
+
+
+def test_compiles_whole_and_for_new_sizes(tiny):
+    compiled = torch.compile(tiny, backend="aot_eager", fullgraph=True, dynamic=True)
+    for size in ((48, 64), (32, 80), (96, 96)):
+        images = torch.randn(2, 3, *size)
+        torch.testing.assert_close(
+            compiled(images, cores=4).patches, tiny(images, cores=4).patches, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_exports_with_dynamic_batch_and_size(tiny):
+    batch, h, w = (torch.export.Dim(n, min=2, max=64) for n in ("batch", "h", "w"))
+    program = torch.export.export(
+        tiny,
+        (torch.randn(2, 3, 48, 64),),
+        {"cores": 4},
+        dynamic_shapes={"images": {0: batch, 2: 16 * h, 3: 16 * w}, "cores": None},
+    )
+    images = torch.randn(3, 3, 80, 112)
+    torch.testing.assert_close(
+        program.module()(images, cores=4).patches,
+        tiny(images, cores=4).patches,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def _bad_images():
+    good = torch.randn(2, 3, 32, 32)
+    with_nan = good.clone()
+    with_nan[1, 0, 3, 3] = float("nan")
+    with_inf = good.clone()
+    with_inf[0, 0, 0, 0] = float("inf")
+    return {
+        "list": ([1, 2], "veca.preprocess makes one"),
+        "rank 3": (good[0], r"images\[None\]"),
+        "rank 2": (good[0, 0], "batch, 3, height, width"),
+        "channels": (good[:, :1], "3 channels, got 1"),
+        "channels last": (good.permute(0, 2, 3, 1), "channels-last"),
+        "uint8": ((good * 0).to(torch.uint8), "torch.uint8; use veca.preprocess"),
+        "empty batch": (good[:0], "batch is empty"),
+        "15 px": (good[:, :, :15, :15], "15 x 15; veca.preprocess fits"),
+        "0 px": (good[:, :, :0], "0 x 32"),
+        "off grid": (good[:, :, :, :31], "multiples of the patch size 16"),
+        "nan": (with_nan, r"images \[1\] of the batch have NaN"),
+        "inf": (with_inf, r"images \[0\] of the batch"),
+    }
+
+
+@pytest.mark.parametrize("case", sorted(_bad_images()))
+@pytest.mark.parametrize("build", [lambda: create_model(SMALLEST), lambda: DenseVit(SMALLEST)])
+def test_bad_images_are_named(case, build):
+    images, message = _bad_images()[case]
+    with pytest.raises(InputError, match=message):
+        build().eval()(images)
+
+
+def test_enormous_but_finite_pixels_pass_the_check(tiny):
+    assert tiny(torch.full((1, 3, 32, 32), 3e38)).patches.shape == (1, 4, 32)
+
+
+@pytest.mark.parametrize("cores", [0, 9, 65, -1, 2.5, True, "8"])
+def test_bad_budgets_are_named(tiny, cores):
+    with pytest.raises(InputError, match=r"from 1 to 8 .* got"):
+        tiny(torch.randn(1, 3, 32, 32), cores=cores)
+
+
+def test_other_bad_requests_are_named(tiny):
+    images = torch.randn(1, 3, 32, 32)
+    for layers in ([0], [4], [], [1.5], [True]):
+        with pytest.raises(InputError, match="from 1 to 3"):
+            tiny.forward_intermediates(images, layers=layers)
+    with pytest.raises(InputError, match="did you mean 'softmax'"):
+        tiny.attention_maps(images, kind="softmx")
+    with pytest.raises(InputError, match="no per-head form"):
+        tiny.attention_maps(images, kind="norm", per_head=True)
+    with pytest.raises(InputError, match="did you mean 'sdpa'"):
+        tiny.backend = "spda"
+    with pytest.raises(VecaError):
+        create_model("tiny", num_cors=3)
