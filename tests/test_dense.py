@@ -1,6 +1,6 @@
 import torch
-from conftest import SMALLEST, stirred
 
+from conftest import SMALLEST, stirred
 from veca import DenseVit
 
 

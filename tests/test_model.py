@@ -1,4 +1,4 @@
-"""The model against the claims of the paper: prefixes, who influences whom, any size, any budget."""
+"""The model against the paper: prefixes, who influences whom, any size, any budget."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from conftest import SMALLEST, stirred
 
+from conftest import SMALLEST, stirred
 from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, create_model
 from veca.errors import InputError, VecaError
 from veca.model import spread_points
@@ -249,7 +249,9 @@ def test_low_precision_weights_and_autocast(tiny, dtype):
 
 
 def test_float64_works_for_those_who_check_gradients():
-    model = stirred(create_model(VecaConfig(depth=2, width=8, heads=1, num_cores=3))).double().eval()
+    model = (
+        stirred(create_model(VecaConfig(depth=2, width=8, heads=1, num_cores=3))).double().eval()
+    )
     images = torch.randn(1, 3, 16, 32, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda x: model(x, cores=2).patches, images, fast_mode=True, atol=1e-6

@@ -24,7 +24,7 @@ class VecaConfig:
     """Width of every token, D."""
     heads: int = 6
     ffn_ratio: float = 2.66667
-    """SwiGLU hidden width as a multiple of `width`; the hidden width is `int(width * ffn_ratio)`."""
+    """SwiGLU hidden width as a multiple of `width`: it is `int(width * ffn_ratio)`."""
     num_cores: int = 64
     """Size of the ordered core bank, M: the largest budget."""
     patch_size: int = 16
@@ -68,7 +68,9 @@ class VecaConfig:
         for name in ("ffn_ratio", "rope_base", "norm_eps"):
             _require_number(name, getattr(self, name), above=0.0)
         if self.hidden_width < 1:
-            raise ConfigError(f"ffn_ratio {self.ffn_ratio} gives no hidden units at width {self.width}.")
+            raise ConfigError(
+                f"ffn_ratio {self.ffn_ratio} gives no hidden units at width {self.width}."
+            )
         _require_number("rope_zero_fraction", self.rope_zero_fraction, at_least=0.0, at_most=1.0)
         _require_number("dropout", self.dropout, at_least=0.0, below=1.0)
         _require_number("core_move_init", self.core_move_init)
@@ -109,7 +111,9 @@ class VecaConfig:
     def from_dict(cls, fields: Mapping[str, Any]) -> VecaConfig:
         """Build from plain JSON types; an unknown field is an error that names it."""
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"a configuration is a mapping of fields, got {type(fields).__name__}.")
+            raise ConfigError(
+                f"a configuration is a mapping of fields, got {type(fields).__name__}."
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         for name in fields:
             if name not in known:

@@ -39,8 +39,8 @@ class MissingExtraError(VecaError, ImportError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `name` in quotes with the nearest known name, for "unknown ..." messages."""
+    """`name` in quotes, the nearest known name and all of them, for "unknown ..." messages."""
     known = sorted(known)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{name!r}{hint} Known: {', '.join(known)}." if hint else f"{name!r}. Known: {', '.join(known)}."
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{name!r}{hint} Known: {', '.join(known)}."

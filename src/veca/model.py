@@ -9,8 +9,9 @@ D width, L layers. Tokens are kept as [cores ; patches] through the whole networ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -198,15 +199,14 @@ class Block(nn.Module):
 
 
 class _Layer(NamedTuple):
-    """The state around one block, as `Veca._layers` walks through them."""
+    """The state after one block, as `Veca._layers` walks through them."""
 
-    index: int
+    number: int
     """1 for the first block."""
-    before: Tensor
-    after: Tensor
-    core_rotation: Rotation
-    patch_rotation: Rotation
+    tokens: Tensor
+    """[B, C + N, D], the residual stream."""
     core_xy: Tensor
+    """[B or 1, C, 2], where the cores stood in this block."""
 
 
 class Veca(nn.Module):
@@ -258,9 +258,8 @@ class Veca(nn.Module):
         1..M, by default all M.
         """
         budget, grid = self._check(images, cores)
-        for layer in self._layers(images, budget):
-            pass
-        return self._finish(layer, budget, grid)
+        last = deque(self._layers(images, budget), maxlen=1).pop()
+        return self._finish(last, budget, grid)
 
     def forward_intermediates(
         self,
@@ -278,11 +277,11 @@ class Veca(nn.Module):
         budget, grid = self._check(images, cores)
         wanted = self._check_layers(layers)
         outputs = {
-            layer.index: self._finish(layer, budget, grid, norm)
+            layer.number: self._finish(layer, budget, grid, norm)
             for layer in self._layers(images, budget, last=max(wanted))
-            if layer.index in wanted
+            if layer.number in wanted
         }
-        return [outputs[index] for index in wanted]
+        return [outputs[number] for number in wanted]
 
     def attention_maps(
         self,
@@ -311,61 +310,67 @@ class Veca(nn.Module):
         budget, grid = self._check(images, cores)
         wanted = self._check_layers(layers)
         maps = {}
-        for layer in self._layers(images, budget, last=max(wanted)):
-            if layer.index in wanted:
-                block = self.blocks[layer.index - 1]
-                weights = block.attn.core_to_patch(
-                    block.norm_attn(layer.before),
-                    budget,
-                    layer.core_rotation,
-                    layer.patch_rotation,
-                    kind,
-                )
+
+        def look(number: int, block: Block, x: Tensor, core: Rotation, patch: Rotation) -> None:
+            if number in wanted:
+                weights = block.attn.core_to_patch(block.norm_attn(x), budget, core, patch, kind)
                 if kind == "softmax" and not per_head:
                     weights = weights.mean(dim=1)
-                maps[layer.index] = weights.unflatten(-1, grid)
-        return torch.stack([maps[index] for index in wanted], dim=1)
+                maps[number] = weights.unflatten(-1, grid)
 
-    def _layers(self, images: Tensor, budget: int, last: int | None = None) -> Iterator[_Layer]:
-        """Run the network block by block."""
-        weight = self.patch_embed.weight
-        patches = self.patch_embed(images.to(weight.dtype))
+        deque(self._layers(images, budget, last=max(wanted), look=look), maxlen=0)
+        return torch.stack([maps[number] for number in wanted], dim=1)
+
+    def _layers(
+        self,
+        images: Tensor,
+        budget: int,
+        last: int | None = None,
+        look: Callable[[int, Block, Tensor, Rotation, Rotation], None] | None = None,
+    ) -> Iterator[_Layer]:
+        """Run the network block by block; `look` sees what goes into each."""
+        patches = self.patch_embed(images.to(self.patch_embed.weight.dtype))
         height, width = patches.shape[-2:]
         patches = patches.flatten(2).transpose(1, 2)
         tokens, raw = self.bank(budget)
-        x = torch.cat([tokens.expand(patches.shape[0], -1, -1).to(patches.dtype), patches], dim=1)
+        tokens = tokens.expand(patches.shape[0], -1, -1).to(patches.dtype)
+        x = torch.cat([tokens, patches], dim=1)
 
-        periods = self._periods(x.device)
+        c = self.config
+        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, x.device)
         patch_xy = rope.grid_coordinates(height, width, x.device)
         if self.training:
-            c = self.config
             patch_xy = rope.augment_coordinates(
                 patch_xy, c.rope_shift, c.rope_jitter, c.rope_rescale
             )
         patch_rotation = rope.rotation(patch_xy.unsqueeze(0), periods)
 
         raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0)
-        for index, block in enumerate(self.blocks[:last], start=1):
-            if index > 1:
-                raw = self.moves[index - 2](raw, x[:, :budget])
+        for number, block in enumerate(self.blocks[:last], start=1):
+            if number > 1:
+                raw = self.moves[number - 2](raw, x[:, :budget])
             core_xy = raw.tanh()
             core_rotation = rope.rotation(core_xy, periods)
-            args = (x, budget, core_rotation, patch_rotation, self.backend)
+            if look is not None:
+                look(number, cast(Block, block), x, core_rotation, patch_rotation)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                after = checkpoint(block, *args, use_reentrant=False)
+                x = checkpoint(
+                    block,
+                    x,
+                    budget,
+                    core_rotation,
+                    patch_rotation,
+                    self.backend,
+                    use_reentrant=False,
+                )
             else:
-                after = block(*args)
-            yield _Layer(index, x, after, core_rotation, patch_rotation, core_xy)
-            x = after
-
-    def _periods(self, device: torch.device) -> Tensor:
-        c = self.config
-        return rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, device)
+                x = block(x, budget, core_rotation, patch_rotation, self.backend)
+            yield _Layer(number, x, core_xy)
 
     def _finish(
         self, layer: _Layer, budget: int, grid: tuple[int, int], norm: bool = True
     ) -> VecaOutput:
-        x = self.project(self.norm(layer.after)) if norm else layer.after
+        x = self.project(self.norm(layer.tokens)) if norm else layer.tokens
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
         return VecaOutput(x[:, :budget], x[:, budget:], core_xy, grid)
 
@@ -382,8 +387,8 @@ class Veca(nn.Module):
         if layers is None:
             return list(range(1, depth + 1))
         wanted = list(layers)
-        bad = [x for x in wanted if isinstance(x, bool) or not isinstance(x, int) or not 1 <= x <= depth]
-        if bad or not wanted:
+        whole = all(isinstance(x, int) and not isinstance(x, bool) for x in wanted)
+        if not wanted or not whole or not 1 <= min(wanted) <= max(wanted) <= depth:
             raise InputError(
                 f"layers must be whole numbers from 1 to {depth}, got {layers!r}; "
                 "1 is the first block."
@@ -391,9 +396,7 @@ class Veca(nn.Module):
         return wanted
 
 
-def create_model(
-    name: str | VecaConfig, *, backend: str = "auto", **changes: object
-) -> Veca:
+def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:
     """A model with fresh weights: a preset's name or a configuration, with fields changed.
 
     >>> create_model("veca_base_patch16")
@@ -462,7 +465,11 @@ def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, i
             f"{tuple(images.shape)}.{hint}"
         )
     if images.shape[1] != channels:
-        hint = " It looks channels-last; use images.permute(0, 3, 1, 2)." if images.shape[3] == channels else ""
+        hint = (
+            " It looks channels-last; use images.permute(0, 3, 1, 2)."
+            if images.shape[3] == channels
+            else ""
+        )
         raise InputError(f"images must have {channels} channels, got {images.shape[1]}.{hint}")
     if not images.is_floating_point():
         raise InputError(
@@ -482,7 +489,9 @@ def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, i
 
 def check_finite(images: Tensor) -> None:
     """Refuse NaN and infinite pixels. Skipped while tracing, where values are not known."""
-    if torch.compiler.is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or (
+        images.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
         return
     # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
     # own only with pixels far outside any normalisation, hence the second, exact look.

@@ -85,12 +85,22 @@ def test_sdpa_equals_the_definition_values_and_gradients(
 
 def test_definition_is_who_sees_whom():
     seen = visibility(5, 2).int().tolist()
-    assert seen == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 0, 0, 0]]
+    assert seen == [
+        [1, 1, 1, 1, 1],
+        [1, 1, 1, 1, 1],
+        [1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+    ]
 
 
 def test_reference_against_arithmetic_by_hand():
     """Two cores and one patch, width 1: small enough to write the softmax out."""
-    q, k, v = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, -1.0, 2.0]), torch.tensor([1.0, 10, 100])
+    q, k, v = (
+        torch.tensor([1.0, 2.0, 3.0]),
+        torch.tensor([0.5, -1.0, 2.0]),
+        torch.tensor([1.0, 10, 100]),
+    )
     got = core_attention(*(x.view(1, 1, 3, 1) for x in (q, k, v)), 2, backend="reference").flatten()
     core = (1.0 * k).exp() / (1.0 * k).exp().sum()
     patch = (3.0 * k[:2]).exp() / (3.0 * k[:2]).exp().sum()

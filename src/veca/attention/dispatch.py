@@ -60,9 +60,7 @@ def default_backend(device: torch.device | str) -> Choice:
     return Choice("sdpa", why_not)
 
 
-def _choose(
-    q: Tensor, k: Tensor, v: Tensor, num_cores: int, backend: str
-) -> Callable[..., Tensor]:
+def _choose(q: Tensor, k: Tensor, v: Tensor, num_cores: int, backend: str) -> Callable[..., Tensor]:
     if backend == "reference":
         return reference.core_attention
     if backend == "sdpa":
@@ -94,8 +92,7 @@ def _check(
         )
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
         raise InputError(
-            "q, k and v must share one floating dtype, got "
-            f"{q.dtype}, {k.dtype} and {v.dtype}."
+            f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}."
         )
     if not (q.device == k.device == v.device):
         raise InputError(

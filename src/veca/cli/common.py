@@ -48,7 +48,9 @@ def parse_numbers(text: str, what: str) -> list[int]:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) < 1:
-        raise InputError(f"{what} must be whole numbers of at least 1, such as 8,32,64; got {text!r}.")
+        raise InputError(
+            f"{what} must be whole numbers of at least 1, such as 8,32,64; got {text!r}."
+        )
     return numbers
 
 

@@ -1,0 +1,572 @@
+"""Time and memory of networks side by side, on this machine, against resolution and budget.
+
+`bench` measures a VECA network at several budgets beside the same network with full attention;
+`race` does the same for any contenders: a name and a callable on a batch of images. The
+contenders take turns (A B A B ...), so that a slow moment of the machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import csv
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.config import PRESETS, VecaConfig, preset
+from veca.dense import DenseVit
+from veca.errors import InputError, MissingExtraError, suggest
+from veca.files import atomic_write
+from veca.memory import is_out_of_memory, peak_tensor_memory
+from veca.model import Veca, check_budget
+from veca.version import __version__
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DENSE = "dense"
+"""Name of the yardstick: the same network with full attention."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something to measure: `run` takes images [batch, channels, size, size].
+
+    What it returns (tensors, or tuples and mappings of them) must be finite.
+    """
+
+    name: str
+    run: Callable[[Tensor], object]
+    cores: int | None = None
+
+    @property
+    def label(self) -> str:
+        return _label(self.name, self.cores)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure, and for how long."""
+
+    sizes: tuple[int, ...] = (256, 512, 1024, 2048)
+    """Sides of the square images, in pixels."""
+    batch: int = 1
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int | None = None
+    """CPU threads while measuring; None leaves torch's setting."""
+    repeats: int = 5
+    """Rounds at each size, at least; in a round each contender runs once."""
+    seconds: float = 1.0
+    """Time spent on the rounds of each size, at least."""
+    limit: float = 120.0
+    """No new round begins after this many seconds at one size, whatever `repeats` says."""
+    graph: bool = False
+    """CUDA only: time the replay of a captured graph, without the cost of launching kernels."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "repeats"):
+            _require_whole(name, getattr(self, name))
+        if self.threads is not None:
+            _require_whole("threads", self.threads)
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        if not self.sizes:
+            raise InputError("sizes is empty; give at least one image side in pixels, such as 512.")
+        for size in self.sizes:
+            _require_whole("sizes", size)
+        if self.dtype not in DTYPES:
+            raise InputError(f"unknown dtype {suggest(str(self.dtype), DTYPES)}")
+        if self.graph and torch.device(self.device).type != "cuda":
+            raise InputError(f"graph replay needs a CUDA device, got {self.device!r}.")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one size. NaN where there is nothing to report; `error` then says why."""
+
+    network: str
+    model: str
+    """"veca", "dense" or another contender's name."""
+    cores: int | None
+    size: int
+    """Side of the square images, in pixels."""
+    batch: int
+    device: str
+    dtype: str
+    threads: int
+    mode: str
+    """"eager", or "graph" for the replay of a CUDA graph."""
+    repeats: int
+    ms: float
+    """Median time of a batch."""
+    spread_ms: float
+    """Interquartile range of the times; NaN with fewer than two."""
+    fastest_ms: float
+    images_per_s: float
+    peak_mib: float
+    """Peak of live tensor memory in one run, weights and input apart."""
+    speedup: float
+    """How many times faster than the yardstick: its median time over this one's."""
+    error: str = ""
+
+    @property
+    def label(self) -> str:
+        return _label(self.model, self.cores)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the numbers come from."""
+
+    cpu: str
+    cpu_count: int
+    gpu: str
+    os: str
+    python: str
+    torch: str
+    veca: str
+    date: str
+
+
+# ---------------------------------------------------------------------------------------- measure
+
+
+def bench(
+    model: str | VecaConfig | Veca,
+    plan: Plan | None = None,
+    *,
+    cores: Sequence[int] | None = None,
+    dense: bool = True,
+    name: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
+) -> list[Row]:
+    """Measure a network at each size and budget, beside the same network with full attention.
+
+    Args:
+        model: a preset's name or a configuration (fresh weights), saved weights (a folder, a
+            file or a hub id), or a model, which is not changed.
+        cores: budgets; by default the whole bank.
+        dense: also measure `DenseVit`, and report speed-ups against it.
+        name: what the rows call the network.
+        progress: called with a line of text as the work goes on.
+        on_rows: called with the rows of each size as soon as they are there.
+    """
+    plan = plan or Plan()
+    network, veca = _as_model(model)
+    config = veca.config
+    budgets = [check_budget(c, config.num_cores) for c in (cores or [config.num_cores])]
+    off_grid = [size for size in plan.sizes if size % config.patch_size]
+    if off_grid:
+        raise InputError(
+            f"sizes must be multiples of the patch size {config.patch_size}, got {off_grid}."
+        )
+    contenders = contenders_for(veca, budgets, plan, dense=dense)
+    return race(
+        contenders,
+        plan,
+        network=name or network,
+        yardstick=DENSE if dense else None,
+        channels=config.in_channels,
+        progress=progress,
+        on_rows=on_rows,
+    )
+
+
+def contenders_for(
+    model: Veca, cores: Sequence[int], plan: Plan, *, dense: bool = True
+) -> list[Contender]:
+    """The dense yardstick (if wanted) and one contender a budget, on the plan's device."""
+    target = {"device": torch.device(plan.device), "dtype": DTYPES[plan.dtype]}
+    contenders = []
+    if dense:
+        yardstick = DenseVit(model.config).to(**target).eval()
+        contenders.append(Contender(DENSE, yardstick))
+    ours = copy.deepcopy(model).to(**target).eval()
+
+    def at_budget(budget: int) -> Callable[[Tensor], object]:
+        return lambda images: ours(images, cores=budget)
+
+    return contenders + [Contender("veca", at_budget(budget), budget) for budget in cores]
+
+
+def race(
+    contenders: Sequence[Contender],
+    plan: Plan,
+    *,
+    network: str = "",
+    yardstick: str | None = None,
+    channels: int = 3,
+    progress: Callable[[str], None] | None = None,
+    on_rows: Callable[[list[Row]], None] | None = None,
+) -> list[Row]:
+    """Measure contenders side by side; see `bench`. `yardstick` is a contender's label.
+
+    Each is run once before its time is taken, to warm up, to count its memory and to see that
+    what it returns is finite. One that runs out of memory, or returns NaN, gets a row that says
+    so, and the others go on. The number of CPU threads is put back afterwards.
+    """
+    labels = [contender.label for contender in contenders]
+    if not labels or len(set(labels)) < len(labels):
+        raise InputError(f"contenders need different names or budgets, got {labels}.")
+    if yardstick is not None and yardstick not in labels:
+        raise InputError(f"unknown yardstick {suggest(yardstick, labels)}")
+    rows = []
+    with _threads(plan.threads), torch.inference_mode():
+        for size in plan.sizes:
+            trials = _race_at(contenders, size, channels, plan, progress or (lambda _: None))
+            base = trials[yardstick].median if yardstick else math.nan
+            batch = [_row(c, trials[c.label], size, plan, network, base) for c in contenders]
+            rows += batch
+            if on_rows:
+                on_rows(batch)
+    return rows
+
+
+@dataclass
+class _Trial:
+    """What is known of one contender at one size."""
+
+    call: Callable[[], object] | None = None
+    peak: float = math.nan
+    times: tuple[float, ...] = ()
+    error: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times) if self.times else math.nan
+
+
+def _race_at(
+    contenders: Sequence[Contender],
+    size: int,
+    channels: int,
+    plan: Plan,
+    progress: Callable[[str], None],
+) -> dict[str, _Trial]:
+    start = time.perf_counter()
+    trials = {contender.label: _Trial() for contender in contenders}
+    images = None
+    for contender in contenders:
+        progress(f"{size} px: {contender.label}, first run")
+        try:
+            images = _images(size, channels, plan) if images is None else images
+            trials[contender.label] = _prepare(contender, images, plan)
+        except Exception as error:
+            trials[contender.label] = _Trial(error=_memory_error(error, plan))
+    calls = {label: trial.call for label, trial in trials.items() if trial.call is not None}
+    # Preparing was the warm-up; a round more settles caches, unless runs are long anyway.
+    warm_up = time.perf_counter() - start < plan.limit / 4
+    times = take_turns(
+        calls,
+        plan,
+        warm_up=warm_up,
+        progress=lambda done: progress(f"{size} px: round {done + 1}"),
+    )
+    for label, taken in times.items():
+        trials[label].times = tuple(taken)
+    return trials
+
+
+def take_turns(
+    calls: Mapping[str, Callable[[], object]],
+    plan: Plan,
+    *,
+    warm_up: bool = True,
+    progress: Callable[[int], None] | None = None,
+) -> dict[str, list[float]]:
+    """Milliseconds of each call, taken in turns: one of each in every round."""
+    timer = _timer(torch.device(plan.device))
+    times: dict[str, list[float]] = {label: [] for label in calls}
+    for call in calls.values() if warm_up else ():
+        timer(call)
+    start, done = time.perf_counter(), 0
+    while calls:
+        elapsed = time.perf_counter() - start
+        enough = done >= plan.repeats and elapsed >= plan.seconds
+        if done and (enough or elapsed >= plan.limit):
+            break
+        if progress:
+            progress(done)
+        for label, call in calls.items():
+            times[label].append(timer(call))
+        done += 1
+    return times
+
+
+def _images(size: int, channels: int, plan: Plan) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(plan.batch, channels, size, size, generator=generator)
+    return images.to(plan.device, DTYPES[plan.dtype])
+
+
+def _prepare(contender: Contender, images: Tensor, plan: Plan) -> _Trial:
+    if images.is_cuda:
+        # Compiles kernels and takes the libraries' workspaces, which are not this run's memory.
+        contender.run(images)
+    output, peak = peak_tensor_memory(lambda: contender.run(images), images.device)
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
+        return _Trial(error="output is not finite")
+    del output
+    if plan.graph:
+        return _Trial(_captured(contender.run, images), peak)
+    return _Trial(lambda: contender.run(images), peak)
+
+
+def _tensors(output: object) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from _tensors(item)
+    elif isinstance(output, Mapping):
+        yield from _tensors(list(output.values()))
+
+
+def _captured(run: Callable[[Tensor], object], images: Tensor) -> Callable[[], object]:
+    """The run as a CUDA graph; the replay writes into the same output each time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # capture wants a warm-up off the default stream
+        run(images)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run(images)
+
+    def replay() -> object:
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """A function that runs a call and returns the milliseconds it took on `device`."""
+
+    def by_clock(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    def by_events(call: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+    return by_events if device.type == "cuda" else by_clock
+
+
+def _memory_error(error: Exception, plan: Plan) -> str:
+    """What a row says of an error that means "out of memory"; any other is raised again."""
+    if not is_out_of_memory(error):
+        raise error
+    if torch.device(plan.device).type == "cuda":
+        torch.cuda.empty_cache()
+    return "out of memory"
+
+
+def _row(
+    contender: Contender, trial: _Trial, size: int, plan: Plan, network: str, base: float
+) -> Row:
+    ms, times = trial.median, trial.times
+    spread = math.nan
+    if len(times) > 1:
+        low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+        spread = high - low
+    return Row(
+        network=network,
+        model=contender.name,
+        cores=contender.cores,
+        size=size,
+        batch=plan.batch,
+        device=str(plan.device),
+        dtype=plan.dtype,
+        threads=torch.get_num_threads(),
+        mode="graph" if plan.graph else "eager",
+        repeats=len(times),
+        ms=ms,
+        spread_ms=spread,
+        fastest_ms=min(times, default=math.nan),
+        images_per_s=plan.batch / ms * 1e3,
+        peak_mib=trial.peak / 2**20,
+        speedup=base / ms,
+        error=trial.error,
+    )
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """torch's number of CPU threads, which belongs to the process, changed for a while."""
+    before = torch.get_num_threads()
+    try:
+        if count is not None:
+            torch.set_num_threads(count)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _as_model(model: str | VecaConfig | Veca) -> tuple[str, Veca]:
+    """A model and a name for it."""
+    if isinstance(model, Veca):
+        return "veca", model
+    with torch.random.fork_rng(devices=[]):  # fresh weights, but the caller's generator stays
+        torch.manual_seed(0)
+        if isinstance(model, VecaConfig):
+            return "veca", Veca(model)
+        if "/" in model or os.sep in model or Path(model).exists():
+            from veca import weights
+
+            return Path(model).name, weights.load(model)
+        config = preset(model)
+        return next(name for name in PRESETS if PRESETS[name] == config), Veca(config)
+
+
+# ----------------------------------------------------------------------------------------- report
+
+
+def scaling_exponent(
+    rows: Sequence[Row], sizes: Sequence[int] | None = None, *, of: str = "ms"
+) -> float:
+    """The p for which time grows as N^p, N being the number of patches.
+
+    The least-squares slope of log(`of`) against log(N) over the rows of one contender, or those
+    at the given sizes; NaN with fewer than two sizes. `of` may also be "peak_mib".
+    """
+    labels = sorted({row.label for row in rows})
+    if len(labels) > 1:
+        raise InputError(f"an exponent is of one contender, got rows of {', '.join(labels)}.")
+    points = [
+        # N is size^2 up to a factor, which moves the line but not its slope.
+        (2 * math.log(row.size), math.log(getattr(row, of)))
+        for row in rows
+        if (sizes is None or row.size in sizes) and getattr(row, of) > 0
+    ]
+    if len({x for x, _ in points}) < 2:
+        return math.nan
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def by_contender(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each contender, under its label, in order of size."""
+    groups: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.size):
+        groups.setdefault(row.label, []).append(row)
+    return {label: groups[label] for label in dict.fromkeys(row.label for row in rows)}
+
+
+def machine(device: torch.device | str = "cpu") -> Machine:
+    """This machine, as the CSV records it."""
+    on_gpu = torch.device(device).type == "cuda"
+    return Machine(
+        cpu=_cpu_name(),
+        cpu_count=os.cpu_count() or 0,
+        gpu=torch.cuda.get_device_name(device) if on_gpu else "",
+        os=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        veca=__version__,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_csv(path: str | Path, rows: Sequence[Row], where: Machine) -> None:
+    """One line a row, the machine's facts as further columns; NaN and None are empty cells."""
+    names = [field.name for field in (*fields(Row), *fields(Machine))]
+    with atomic_write(path, "w") as file:
+        table = csv.DictWriter(file, names, lineterminator="\n")
+        table.writeheader()
+        for row in rows:
+            table.writerow({k: _cell(v) for k, v in {**asdict(row), **asdict(where)}.items()})
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.6g}"
+    return "" if value is None else value
+
+
+# Okabe and Ito's colours, told apart with any kind of colour vision; markers differ as well.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_MARKERS = ("o", "^", "D", "v", "P", "X", "*")
+
+
+def plot(path: str | Path, rows: Sequence[Row], where: Machine) -> None:
+    """Draw time and memory against size as a PNG, both on logarithmic axes.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError(
+            "the plot needs matplotlib, which is not installed; pip install 'veca[viz]'."
+        ) from error
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    others = 0
+    for label, group in by_contender(rows).items():
+        dense = group[0].model == DENSE
+        style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": "s"}
+        if not dense:
+            style = {
+                "color": _COLOURS[others % len(_COLOURS)],
+                "marker": _MARKERS[others % len(_MARKERS)],
+            }
+            others += 1
+        for axis, field in ((left, "ms"), (right, "peak_mib")):
+            exponent = scaling_exponent(group, of=field)
+            growth = "" if math.isnan(exponent) else f"  (N^{exponent:.2f})"
+            values = [getattr(row, field) for row in group]
+            axis.plot([row.size for row in group], values, label=label + growth, **style)
+    sizes = sorted({row.size for row in rows})
+    batch = "image" if rows[0].batch == 1 else f"batch of {rows[0].batch}"
+    left.set_ylabel(f"time per {batch} (ms)")
+    right.set_ylabel("peak of live tensor memory (MiB)")
+    for axis in (left, right):
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("image side (pixels)")
+        axis.set_xticks(sizes, labels=[str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9)
+    threads = "" if where.gpu else f", {rows[0].threads} thread{'s' * (rows[0].threads != 1)}"
+    device = where.gpu or where.cpu
+    figure.suptitle(f"{rows[0].network}, {rows[0].dtype}, {device}{threads}", fontsize=11)
+    with atomic_write(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=150)
+
+
+def _label(name: str, cores: int | None) -> str:
+    return name if cores is None else f"{name}, {cores} core{'s' * (cores != 1)}"
+
+
+def _require_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be whole numbers of at least 1, got {value!r}.")

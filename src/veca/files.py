@@ -1,0 +1,157 @@
+"""Writing that never leaves half a file: the new content replaces the old in one step.
+
+Everything is written to a hidden temporary file in the same folder, flushed to the disk, and
+renamed over the target. A crash at any moment leaves the old file, or the new one, whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from veca.errors import InputError, OutputError
+
+_ADVICE = {
+    errno.ENOSPC: "free some space or choose another place",
+    errno.EDQUOT: "free some space or choose another place",
+    errno.EFBIG: "the file system takes no file that large; choose another place",
+    errno.EACCES: "choose a place you may write to",
+    errno.EPERM: "choose a place you may write to",
+    errno.EROFS: "choose a place you may write to",
+    errno.ENOTDIR: "a part of the path is a file; choose another name",
+    errno.EISDIR: "that is a folder; choose another name",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open a file for writing that appears at `path` only when the block ends without an error.
+
+    Args:
+        path: the target; its folder is made if need be. A symbolic link is followed.
+        mode: "wb", or "w" for UTF-8 text.
+    """
+    if mode not in ("wb", "w"):
+        raise InputError(f"atomic_write takes mode 'wb' or 'w', got {mode!r}.")
+    encoding = None if mode == "wb" else "utf-8"
+    with temporary_beside(path) as temporary, output_errors(path):
+        with open(temporary, mode, encoding=encoding) as file:  # noqa: PTH123
+            yield file
+        commit(temporary, path)
+
+
+def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write UTF-8 text, all or nothing."""
+    with atomic_write(path, "w") as file:
+        file.write(text)
+
+
+def atomic_write_json(path: str | os.PathLike[str], value: object) -> None:
+    """Write indented JSON, all or nothing."""
+    atomic_write_text(path, to_json(value))
+
+
+def to_json(value: object) -> str:
+    """Indented JSON with a final newline; NaN and infinity, which JSON lacks, are refused."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+@contextlib.contextmanager
+def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """An empty file in the folder of `path`, removed at the end unless `commit` renamed it.
+
+    For writers that want a file name; `atomic_write` is simpler for everything else.
+    """
+    target = _target(path)
+    with output_errors(path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        name = f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        temporary = target.with_name(name)
+        # Not `tempfile`: that makes files only their owner can read. This obeys the umask.
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def commit(temporary: Path, path: str | os.PathLike[str]) -> None:
+    """Put a finished temporary file in place of `path`, on the disk before this returns."""
+    target = _target(path)
+    with output_errors(path):
+        flush(temporary)
+        os.replace(temporary, target)  # noqa: PTH105
+        _flush_folder(target.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def output_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn a failure to write `path` into an `OutputError` that says why and what to do."""
+    try:
+        yield
+    except OutputError:
+        raise
+    except OSError as error:
+        # A write has no file name of its own; a name elsewhere means that some other file, one
+        # the caller was reading, is at fault.
+        if error.filename is not None and not _is_near(error.filename, path):
+            raise
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: str | os.PathLike[str], error: OSError) -> OutputError:
+    """The `OutputError` for a failure of the operating system."""
+    reason = error.strerror or str(error) or type(error).__name__
+    advice = _ADVICE.get(error.errno or 0, "choose another place")
+    return OutputError(f"cannot write {os.fspath(path)} ({reason}); {advice}.")
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """The real file behind `path`; only a regular file, or nothing, can be replaced."""
+    target = Path(os.path.realpath(Path(path).expanduser()))
+    try:
+        mode = target.stat().st_mode
+    except OSError:
+        return target
+    if stat.S_ISDIR(mode):
+        raise OutputError(f"cannot write {os.fspath(path)}: it is a folder; choose a file name.")
+    if not stat.S_ISREG(mode):
+        raise OutputError(
+            f"cannot write {os.fspath(path)}: it is a device or a pipe, which a whole file cannot "
+            "replace; choose a file name."
+        )
+    return target
+
+
+def _is_near(filename: object, path: str | os.PathLike[str]) -> bool:
+    """Whether `filename` is the target, its temporary file, or a folder on the way to it."""
+    if not isinstance(filename, (str, bytes, os.PathLike)):
+        return True
+    wanted = Path(os.path.realpath(Path(path).expanduser()))
+    actual = Path(os.path.realpath(os.fsdecode(filename)))
+    return actual.parent == wanted.parent or actual in wanted.parents
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make a rename durable where folders can be flushed (not on Windows)."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
