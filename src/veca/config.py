@@ -171,5 +171,7 @@ def preset(name: str) -> VecaConfig:
         raise ConfigError(f"a preset is named by a string, got {name!r}.")
     full = name if name in PRESETS else f"veca_{name}_patch16"
     if full not in PRESETS:
-        raise ConfigError(f"unknown preset {suggest(name, PRESETS)}")
+        short = len(name) < 10  # answer in the words of the question
+        known = [full.split("_")[1] for full in PRESETS] if short else PRESETS
+        raise ConfigError(f"unknown preset {suggest(name, known)}")
     return PRESETS[full]

@@ -139,12 +139,14 @@ def _target(path: str | os.PathLike[str]) -> Path:
 
 
 def _is_near(filename: object, path: str | os.PathLike[str]) -> bool:
-    """Whether `filename` is the target, its temporary file, or a folder on the way to it."""
+    """Whether `filename` is the target, its temporary file, inside it or on the way to it."""
     if not isinstance(filename, (str, bytes, os.PathLike)):
         return True
     wanted = Path(os.path.realpath(Path(path).expanduser()))
     actual = Path(os.path.realpath(os.fsdecode(filename)))
-    return actual.parent == wanted.parent or actual in wanted.parents
+    ours = actual == wanted or actual.name.startswith(f".{wanted.name}.")
+    beside = ours and actual.parent == wanted.parent
+    return beside or actual in wanted.parents or wanted in actual.parents
 
 
 def _flush_folder(folder: Path) -> None:

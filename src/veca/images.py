@@ -115,7 +115,7 @@ def _read(source: Source, name: str, max_pixels: int) -> Image.Image:
             elif isinstance(source, (np.ndarray, Tensor)):
                 image = _from_array(source)
             else:
-                image = _open(_stream(source, stack), stack)
+                image = _open(_stream(source, stack))
             _check_area(image.width, image.height, max_pixels)
             return _to_rgb(_upright(image))
     except ImageError as error:
@@ -160,12 +160,12 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
     return cast(BinaryIO, source)
 
 
-def _open(stream: BinaryIO, stack: contextlib.ExitStack) -> Image.Image:
+def _open(stream: BinaryIO) -> Image.Image:
     """Parse the header; no pixel is decoded yet."""
     try:
         with _OPEN_LOCK, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return stack.enter_context(Image.open(stream, formats=_FORMATS))
+            return Image.open(stream, formats=_FORMATS)
     except UnidentifiedImageError as error:
         with contextlib.suppress(OSError):  # a pipe cannot be looked at twice
             stream.seek(0)

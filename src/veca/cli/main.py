@@ -7,6 +7,11 @@ import sys
 import click
 import typer
 
+from veca.cli.bench import bench
+from veca.cli.features import features
+from veca.cli.import_ import import_
+from veca.cli.info import info
+from veca.cli.quickstart import quickstart
 from veca.errors import VecaError
 
 app = typer.Typer(
@@ -16,12 +21,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+for command in (quickstart, info, features, bench, import_):
+    app.command(name=command.__name__.rstrip("_"))(command)
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; bad input is one line on stderr and exit code 2."""
     try:
-        result = app(args, standalone_mode=False)
+        result = app(args, prog_name="veca", standalone_mode=False)
     except click.exceptions.Abort:
         return _fail("stopped.", 130)
     except click.UsageError as error:

@@ -9,28 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import csv
 import math
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
-from veca.errors import InputError, MissingExtraError, suggest
-from veca.files import atomic_write
+from veca.errors import InputError, suggest
 from veca.memory import is_out_of_memory, peak_tensor_memory
 from veca.model import Veca, check_budget
-from veca.version import __version__
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DENSE = "dense"
@@ -123,23 +117,6 @@ class Row:
         return _label(self.model, self.cores)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where the numbers come from."""
-
-    cpu: str
-    cpu_count: int
-    gpu: str
-    os: str
-    python: str
-    torch: str
-    veca: str
-    date: str
-
-
-# ---------------------------------------------------------------------------------------- measure
-
-
 def bench(
     model: str | VecaConfig | Veca,
     plan: Plan | None = None,
@@ -155,7 +132,7 @@ def bench(
     Args:
         model: a preset's name or a configuration (fresh weights), saved weights (a folder, a
             file or a hub id), or a model, which is not changed.
-        cores: budgets; by default the whole bank.
+        cores: budgets; by default 8 and the whole bank.
         dense: also measure `DenseVit`, and report speed-ups against it.
         name: what the rows call the network.
         progress: called with a line of text as the work goes on.
@@ -164,7 +141,8 @@ def bench(
     plan = plan or Plan()
     network, veca = _as_model(model)
     config = veca.config
-    budgets = [check_budget(c, config.num_cores) for c in (cores or [config.num_cores])]
+    whole = config.num_cores
+    budgets = [check_budget(c, whole) for c in cores or sorted({min(8, whole), whole})]
     off_grid = [size for size in plan.sizes if size % config.patch_size]
     if off_grid:
         raise InputError(
@@ -186,12 +164,13 @@ def contenders_for(
     model: Veca, cores: Sequence[int], plan: Plan, *, dense: bool = True
 ) -> list[Contender]:
     """The dense yardstick (if wanted) and one contender a budget, on the plan's device."""
-    target = {"device": torch.device(plan.device), "dtype": DTYPES[plan.dtype]}
+    device, dtype = torch.device(plan.device), DTYPES[plan.dtype]
     contenders = []
     if dense:
-        yardstick = DenseVit(model.config).to(**target).eval()
-        contenders.append(Contender(DENSE, yardstick))
-    ours = copy.deepcopy(model).to(**target).eval()
+        with _own_seed():
+            yardstick = DenseVit(model.config)
+        contenders.append(Contender(DENSE, yardstick.to(device, dtype).eval()))
+    ours = copy.deepcopy(model).to(device, dtype).eval()
 
     def at_budget(budget: int) -> Callable[[Tensor], object]:
         return lambda images: ours(images, cores=budget)
@@ -422,12 +401,19 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextlib.contextmanager
+def _own_seed() -> Iterator[None]:
+    """Random numbers that are the same each time and leave the caller's generator alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield
+
+
 def _as_model(model: str | VecaConfig | Veca) -> tuple[str, Veca]:
     """A model and a name for it."""
     if isinstance(model, Veca):
         return "veca", model
-    with torch.random.fork_rng(devices=[]):  # fresh weights, but the caller's generator stays
-        torch.manual_seed(0)
+    with _own_seed():
         if isinstance(model, VecaConfig):
             return "veca", Veca(model)
         if "/" in model or os.sep in model or Path(model).exists():
@@ -436,131 +422,6 @@ def _as_model(model: str | VecaConfig | Veca) -> tuple[str, Veca]:
             return Path(model).name, weights.load(model)
         config = preset(model)
         return next(name for name in PRESETS if PRESETS[name] == config), Veca(config)
-
-
-# ----------------------------------------------------------------------------------------- report
-
-
-def scaling_exponent(
-    rows: Sequence[Row], sizes: Sequence[int] | None = None, *, of: str = "ms"
-) -> float:
-    """The p for which time grows as N^p, N being the number of patches.
-
-    The least-squares slope of log(`of`) against log(N) over the rows of one contender, or those
-    at the given sizes; NaN with fewer than two sizes. `of` may also be "peak_mib".
-    """
-    labels = sorted({row.label for row in rows})
-    if len(labels) > 1:
-        raise InputError(f"an exponent is of one contender, got rows of {', '.join(labels)}.")
-    points = [
-        # N is size^2 up to a factor, which moves the line but not its slope.
-        (2 * math.log(row.size), math.log(getattr(row, of)))
-        for row in rows
-        if (sizes is None or row.size in sizes) and getattr(row, of) > 0
-    ]
-    if len({x for x, _ in points}) < 2:
-        return math.nan
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
-
-
-def by_contender(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each contender, under its label, in order of size."""
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row.size):
-        groups.setdefault(row.label, []).append(row)
-    return {label: groups[label] for label in dict.fromkeys(row.label for row in rows)}
-
-
-def machine(device: torch.device | str = "cpu") -> Machine:
-    """This machine, as the CSV records it."""
-    on_gpu = torch.device(device).type == "cuda"
-    return Machine(
-        cpu=_cpu_name(),
-        cpu_count=os.cpu_count() or 0,
-        gpu=torch.cuda.get_device_name(device) if on_gpu else "",
-        os=platform.platform(),
-        python=platform.python_version(),
-        torch=torch.__version__,
-        veca=__version__,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def write_csv(path: str | Path, rows: Sequence[Row], where: Machine) -> None:
-    """One line a row, the machine's facts as further columns; NaN and None are empty cells."""
-    names = [field.name for field in (*fields(Row), *fields(Machine))]
-    with atomic_write(path, "w") as file:
-        table = csv.DictWriter(file, names, lineterminator="\n")
-        table.writeheader()
-        for row in rows:
-            table.writerow({k: _cell(v) for k, v in {**asdict(row), **asdict(where)}.items()})
-
-
-def _cell(value: object) -> object:
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.6g}"
-    return "" if value is None else value
-
-
-# Okabe and Ito's colours, told apart with any kind of colour vision; markers differ as well.
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-_MARKERS = ("o", "^", "D", "v", "P", "X", "*")
-
-
-def plot(path: str | Path, rows: Sequence[Row], where: Machine) -> None:
-    """Draw time and memory against size as a PNG, both on logarithmic axes.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError(
-            "the plot needs matplotlib, which is not installed; pip install 'veca[viz]'."
-        ) from error
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    others = 0
-    for label, group in by_contender(rows).items():
-        dense = group[0].model == DENSE
-        style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": "s"}
-        if not dense:
-            style = {
-                "color": _COLOURS[others % len(_COLOURS)],
-                "marker": _MARKERS[others % len(_MARKERS)],
-            }
-            others += 1
-        for axis, field in ((left, "ms"), (right, "peak_mib")):
-            exponent = scaling_exponent(group, of=field)
-            growth = "" if math.isnan(exponent) else f"  (N^{exponent:.2f})"
-            values = [getattr(row, field) for row in group]
-            axis.plot([row.size for row in group], values, label=label + growth, **style)
-    sizes = sorted({row.size for row in rows})
-    batch = "image" if rows[0].batch == 1 else f"batch of {rows[0].batch}"
-    left.set_ylabel(f"time per {batch} (ms)")
-    right.set_ylabel("peak of live tensor memory (MiB)")
-    for axis in (left, right):
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xlabel("image side (pixels)")
-        axis.set_xticks(sizes, labels=[str(size) for size in sizes])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=9)
-    threads = "" if where.gpu else f", {rows[0].threads} thread{'s' * (rows[0].threads != 1)}"
-    device = where.gpu or where.cpu
-    figure.suptitle(f"{rows[0].network}, {rows[0].dtype}, {device}{threads}", fontsize=11)
-    with atomic_write(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=150)
 
 
 def _label(name: str, cores: int | None) -> str:

@@ -1,0 +1,128 @@
+"""`veca features`: the features of many images, written to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veca.cli.common import Device, Threads, console, parse_size, pick_device
+
+_SHOWN_FAILURES = 10
+
+
+def features(
+    sources: Annotated[
+        list[str], typer.Argument(help="Image files, folders (with subfolders) and patterns.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="A folder: one file an image, and a stopped run goes on where it stopped. Or a "
+            "file ending in .npz or .safetensors: all images, written at the end, no resuming."
+        ),
+    ],
+    weights: Annotated[
+        str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")
+    ] = "veca_tiny_patch16",
+    cores: Annotated[
+        int | None, typer.Option(help="The budget.", show_default="all the model has")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")
+    ] = "512",
+    fit: Annotated[
+        str, typer.Option(help="How images come onto the patch grid: resize, pad, crop or error.")
+    ] = "resize",
+    what: Annotated[str, typer.Option(help="cls, patches, or both.")] = "cls,patches",
+    format: Annotated[
+        str | None, typer.Option(help="npz or safetensors.", show_default="npz")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the written features: float16, float32.")] = (
+        "float16"
+    ),
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
+    ] = 16,
+    device: Device = "auto",
+    threads: Threads = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads that read images ahead.", show_default="one a processor"),
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder that names start from.", show_default="what all images share"
+        ),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start over: remove what earlier runs wrote to OUT.")
+    ] = False,
+) -> None:
+    """Compute the features of images and write them to disk.
+
+    veca features photos/ "more/*.jpg" --out features/ --cores 32 --size 512
+    """
+    import torch
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from veca.features import extract
+    from veca.images import find_images
+    from veca.weights import load
+
+    wanted = [part.strip() for part in what.split(",") if part.strip()]
+    pixels = parse_size(size)
+    found = find_images(sources)  # before the weights, which may take a download
+    if threads is not None:
+        torch.set_num_threads(threads)
+    model = load(weights, device=pick_device(device))
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("features", total=len(found))
+        summary = extract(
+            model,
+            found,
+            out,
+            cores=cores,
+            size=pixels,
+            fit=fit,
+            what=wanted,
+            format=format,
+            batch_size=batch_size,
+            dtype=dtype,
+            on_error="raise" if strict else "skip",
+            overwrite=overwrite,
+            root=root,
+            workers=workers,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+
+    for name, message in summary.failed[:_SHOWN_FAILURES]:
+        text = message if name in message else f"{name}: {message}"
+        console.print(f"skipped {text}", style="yellow", markup=False, soft_wrap=True)
+    if len(summary.failed) > _SHOWN_FAILURES:
+        console.print(f"... and {len(summary.failed) - _SHOWN_FAILURES} more", style="yellow")
+    parts = [f"{summary.computed} images"]
+    if summary.reused:
+        parts.append(f"{summary.reused} there already")
+    if summary.failed:
+        parts.append(f"{len(summary.failed)} skipped (listed in {summary.failures_file})")
+    parts.append(f"{summary.images_per_second:.1f} images/s")
+    console.print(f"{', '.join(parts)} -> {summary.out}", markup=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""`veca info`: what a model is made of and what it costs, without running it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from veca.cli.common import Device, console, parse_numbers, pick_device
+
+
+def info(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A preset or weights: a name, a folder, a file or a hub id."),
+    ] = None,
+    size: Annotated[str, typer.Option(help="Image sides in pixels, such as 256,512,1024.")] = (
+        "256,384,512,768,1024"
+    ),
+    cores: Annotated[str, typer.Option(help="Budgets, such as 8,64.")] = "8,16,32,64",
+    half: Annotated[bool, typer.Option(help="Memory for 16-bit numbers instead of 32.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Interactions, FLOPs, parameters and memory at each size and budget, beside a dense ViT.
+
+    Without a model: the presets, the weights at hand and the attention backend of this machine.
+    """
+    if model is None:
+        _overview(device)
+    else:
+        _costs(model, parse_numbers(size, "size"), parse_numbers(cores, "cores"), 2 if half else 4)
+
+
+def _overview(device: str) -> None:
+    import torch
+
+    from veca import PRESETS, __version__, cost
+    from veca.attention import default_backend
+    from veca.weights import available
+
+    presets = Table(title=f"veca {__version__}, torch {torch.__version__}: presets")
+    for name in ("preset", "layers", "width", "heads", "cores", "parameters"):
+        presets.add_column(name, justify="left" if name == "preset" else "right")
+    for name, c in PRESETS.items():
+        parameters = cost(name).veca.parameters
+        presets.add_row(
+            name,
+            str(c.depth),
+            str(c.width),
+            str(c.heads),
+            str(c.num_cores),
+            f"{parameters / 1e6:.1f} M",
+        )
+    console.print(presets)
+    console.print(f"Weights at hand: {', '.join(available()) or 'none'}")
+    place = pick_device(device)
+    choice = default_backend(place)
+    console.print(f"Attention on {place}: {choice.backend} ({choice.reason})")
+
+
+def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> None:
+    from veca import cost
+
+    name, config = _config(model)
+    first = cost(config, sizes[0], budgets[0])
+    table = Table(
+        title=f"{name}: {first.veca.parameters / 1e6:.1f} M parameters "
+        f"(dense ViT {first.dense.parameters / 1e6:.1f} M)",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    columns = ("pixels", "N", "cores", "pairs", "attn GF", "/ dense", "GFLOPs", "/ dense")
+    for column in (*columns, "MiB run", "MiB train"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for size in sizes:
+        for budget in budgets:
+            c = cost(config, size, budget, bytes_per_number=number)
+            table.add_row(
+                *(str(size), str(c.grid[0] * c.grid[1]), str(budget)),
+                f"{c.interaction_ratio:.1%}",
+                f"{c.veca.attention_flops / 1e9:.4g}",
+                f"{c.attention_ratio:.3f}",
+                f"{c.veca.flops / 1e9:.4g}",
+                f"{c.flops_ratio:.3f}",
+                f"{c.veca.inference_bytes / 2**20:.4g}",
+                f"{c.veca.training_bytes / 2**20:.4g}",
+            )
+        c = cost(config, size, bytes_per_number=number)
+        table.add_row(
+            *(str(size), str(c.grid[0] * c.grid[1]), "dense", "100.0%"),
+            f"{c.dense.attention_flops / 1e9:.4g}",
+            "1.000",
+            f"{c.dense.flops / 1e9:.4g}",
+            "1.000",
+            f"{c.dense.inference_bytes / 2**20:.4g}",
+            f"{c.dense.training_bytes / 2**20:.4g}",
+            end_section=True,
+        )
+    console.print(table)
+    console.print(
+        "For one image. N: patches. Pairs: interactions of one layer over N². Attn GF: GFLOPs of "
+        "one block's q, k, v and output projections and attention. MiB: activations of "
+        f"{number} bytes a number, to run and to train (without gradient checkpointing), fused "
+        "attention, not compiled.",
+        style="dim",
+    )
+
+
+def _config(model: str):  # type: ignore[no-untyped-def]
+    """The name and configuration behind a preset's name or saved weights."""
+    from veca.config import PRESETS, preset
+    from veca.errors import ConfigError
+    from veca.weights import read_config
+
+    try:
+        config = preset(model)
+    except ConfigError:
+        if "/" not in model and not model.endswith(".safetensors"):
+            raise
+        return model, read_config(model)
+    return next(name for name, known in PRESETS.items() if known is config), config

@@ -1,0 +1,52 @@
+"""`veca quickstart`: a first look at the bundled photos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from veca.cli.common import Device, console, pick_device, writable_folder
+
+
+def quickstart(
+    photos: Annotated[
+        list[Path] | None, typer.Argument(help="Image files; by default the bundled photos.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the pictures and the page.")] = Path(
+        "quickstart"
+    ),
+    weights: Annotated[
+        str | None,
+        typer.Option(help="A name, a folder, a file or a hub id; by default the bundled weights."),
+    ] = None,
+    size: Annotated[int, typer.Option(help="Short side of the photos, in pixels.")] = 512,
+    device: Device = "auto",
+) -> None:
+    """Run photos at every budget, time them beside a dense ViT, and write a page of pictures."""
+    from veca import quickstart as library
+    from veca.images import find_images
+
+    sources = find_images([str(p) for p in photos]) if photos else None
+    place = pick_device(device)
+    with console.status("loading") as status:
+        result = library.quickstart(
+            writable_folder(out),
+            sources,
+            weights=weights,
+            size=size,
+            device=place,
+            progress=lambda line: status.update(line),
+        )
+    header, rows = library.table(result)
+    grid = Table(title=f"{result.weights}, {result.size} x {result.size} px, {place}")
+    for name in header:
+        grid.add_column(name, justify="right")
+    for row in rows:
+        grid.add_row(*row)
+    console.print(grid)
+    if not result.trained:
+        console.print(library.FRESH, style="yellow")
+    console.print(f"Page: {result.page}", soft_wrap=True)

@@ -1,0 +1,77 @@
+"""What a file of features holds, as .npz or .safetensors.
+
+    cls            [D]          the global embedding           (if asked for)
+    patches        [h, w, D]    dense features, row by row     (if asked for)
+    grid           [2]          (h, w): patches down and across
+    cores          []           the budget
+    original_size  [2]          (height, width) of the image as it was read
+    input_size     [2]          (height, width) of what the model saw
+    valid_size     [2]          (height, width) of the part of it that is image, not padding
+    crop_box       [4]          (left, top, right, bottom) kept of the scaled image
+    image                       the image's path, relative to the root in `features.json`
+    settings                    a fingerprint of the settings
+
+In a file for many images all arrays but `cores` have a first axis over the images, and `images`
+lists their paths. Text is an array of strings in .npz files, and JSON metadata in .safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from veca.errors import InputError
+from veca.files import atomic_write
+
+FORMATS = ("npz", "safetensors")
+
+
+def read_features(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file written by `extract` holds: numpy arrays, and text as `str` or lists of it."""
+    path = Path(path)
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as file:
+            content = {name: file[name] for name in file.files}
+        return {k: v.tolist() if v.dtype.kind == "U" else v for k, v in content.items()}
+    if path.suffix != ".safetensors":
+        raise InputError(f"{path} is no file of features; they end in .npz or .safetensors.")
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        text = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+        return {**{name: file.get_tensor(name) for name in file.keys()}, **text}  # noqa: SIM118
+
+
+def write_features(
+    path: Path, arrays: Mapping[str, Any], text: Mapping[str, str | list[str]]
+) -> None:
+    """Write a file, all or nothing; its suffix says how."""
+    with atomic_write(path) as file:
+        if path.suffix == ".npz":
+            content: dict[str, Any] = {name: np.array(value) for name, value in text.items()}
+            np.savez(file, **arrays, **content)
+        else:
+            from safetensors.numpy import save
+
+            metadata = {name: json.dumps(value) for name, value in text.items()}
+            contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            file.write(save(contiguous, metadata))
+
+
+def fingerprint_of(path: Path) -> str | None:
+    """The settings that a file of features was made with; None if it is no whole file of ours."""
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return str(file["settings"])
+        from safetensors import safe_open
+
+        with safe_open(path, "numpy") as file:
+            return str(json.loads(file.metadata()["settings"]))
+    except Exception:  # whatever is wrong with it, it will be written anew
+        return None

@@ -1,0 +1,81 @@
+"""Images on their way to the model: read ahead by threads, gathered by size, in bounded memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from veca.errors import ImageError
+from veca.images import Preprocessed
+
+# Decoded pixels held beside the batch that is being computed, at most about twice this: once
+# read ahead, once waiting for others of their size. The images of one batch are held whatever
+# their size.
+HOLD_BYTES = 512 * 2**20
+
+
+class Item(NamedTuple):
+    """An image to be read."""
+
+    place: int
+    """In the order of the sources."""
+    path: Path
+    name: str
+    """Its path relative to the root, with forward slashes."""
+
+
+class Ready(NamedTuple):
+    """An image that has been read."""
+
+    item: Item
+    image: Preprocessed
+
+
+Reading: TypeAlias = "Preprocessed | ImageError | None"
+"""An image, or why it cannot be read, or None: there is nothing to do."""
+
+
+def read_ahead(
+    items: Sequence[Item], read: Callable[[Item], Reading], *, workers: int, ahead: int
+) -> Generator[tuple[Item, Reading], None, None]:
+    """What `read` gives for each item, in order, up to `ahead` of them computed in advance."""
+    waiting: deque[tuple[Item, Future[Reading]]] = deque()
+    left = iter(items)
+    with ThreadPoolExecutor(workers, "veca-read") as pool:
+        try:
+            while True:
+                held = sum(_bytes(future.result()) for _, future in waiting if future.done())
+                while len(waiting) < ahead and held < HOLD_BYTES:
+                    item = next(left, None)
+                    if item is None:
+                        break
+                    waiting.append((item, pool.submit(read, item)))
+                if not waiting:
+                    return
+                item, future = waiting.popleft()
+                yield item, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def gather(ready: Iterable[Ready], batch_size: int) -> Iterator[list[Ready]]:
+    """Batches of one pixel size. When too many sizes wait for company, the largest group goes."""
+    groups: dict[tuple[int, ...], list[Ready]] = {}
+    for one in ready:
+        shape = tuple(one.image.pixels.shape)
+        groups.setdefault(shape, []).append(one)
+        if len(groups[shape]) == batch_size:
+            yield groups.pop(shape)
+            continue
+        waiting = [each for group in groups.values() for each in group]
+        held = sum(_bytes(each.image) for each in waiting)
+        if len(waiting) >= 4 * batch_size or held >= HOLD_BYTES:
+            yield groups.pop(max(groups, key=lambda shape: len(groups[shape])))
+    yield from groups.values()
+
+
+def _bytes(reading: Reading) -> int:
+    return reading.pixels.nbytes if isinstance(reading, Preprocessed) else 0

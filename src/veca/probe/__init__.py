@@ -1,0 +1,1 @@
+"""Probes: what a frozen backbone knows, at every budget."""

@@ -1,0 +1,119 @@
+"""Finding weights: what a name, a path or a hub id stands for on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from veca.config import PRESETS
+from veca.errors import InputError, WeightsError, suggest
+from veca.weights import hub, store
+
+NAMED: dict[str, str] = {}
+"""Weights published on the Hugging Face hub: name -> "owner/name" or "owner/name@revision"."""
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def find(name: str) -> Path | None:
+    """The folder of the weights called `name` (`veca_small_patch16` or `small`), if it is here."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        return None
+    for folder in _folders():
+        for candidate in _spellings(name):
+            if (folder / candidate / store.TENSORS).is_file():
+                return folder / candidate
+    return None
+
+
+def available() -> list[str]:
+    """The names of all weights on this machine that `load` finds by name."""
+    found = set()
+    for folder in _folders():
+        with contextlib.suppress(OSError):  # no such folder, or one that may not be read
+            found |= {entry.name for entry in folder.iterdir() if (entry / store.TENSORS).is_file()}
+    return sorted(name for name in found if _NAME.fullmatch(name))
+
+
+def cache_folder() -> Path:
+    """Where weights with a name are kept: $VECA_CACHE, or ~/.cache/veca."""
+    chosen = os.environ.get("VECA_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "veca"
+
+
+def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) -> Path:
+    """The local folder or file that `source` means.
+
+    A path that exists wins, unless it is a folder without weights that has the name of some.
+
+    Args:
+        wanted: the files to fetch if it is a repository of the hub; the first one is a must.
+    """
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        raise InputError(
+            "weights are named by a string or a path: a name, a folder, a .safetensors file or a "
+            f"hub id; got {source!r}."
+        )
+    text = os.fsdecode(source)
+    path = Path(text)
+    with contextlib.suppress(RuntimeError):  # "~someone" whom this machine does not know
+        path = path.expanduser()
+    is_name = isinstance(source, str) and _NAME.fullmatch(text) and not text.endswith(store.SUFFIX)
+    if _exists(path) and (store.holds_weights(path) or not is_name):
+        return path
+    if is_name:
+        return _by_name(text, wanted)
+    if isinstance(source, str) and hub.is_repo(text):
+        return hub.download(text, wanted)
+    raise WeightsError(
+        f"there is no {path}; check the path, or give a name ({', '.join(_known())}) or a hub id "
+        "such as owner/name."
+    )
+
+
+def _by_name(name: str, wanted: Sequence[str]) -> Path:
+    found = find(name)
+    if found is not None:
+        return found
+    for candidate in _spellings(name):
+        if candidate in NAMED:
+            return hub.download(NAMED[candidate], wanted)
+    if not any(candidate in PRESETS for candidate in _spellings(name)):
+        raise WeightsError(
+            f"no weights are called {suggest(name, _known())} Nor is there a file or a folder of "
+            "that name here."
+        )
+    looked = ", ".join(str(folder) for folder in _folders())
+    raise WeightsError(
+        f"the weights {name!r} are not on this machine (looked in {looked}) and none are published "
+        f"yet; veca.create_model({name!r}) makes fresh ones, `veca distill` trains them, and "
+        "`veca import` reads a checkpoint of the authors'."
+    )
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name no file can have
+        return False
+
+
+def _known() -> list[str]:
+    return sorted({*PRESETS, *NAMED, *available()})
+
+
+def _spellings(name: str) -> tuple[str, str]:
+    return name, f"veca_{name}_patch16"
+
+
+def _folders() -> Iterator[Path]:
+    """Where named weights are looked for, in this order."""
+    yield _PACKAGE / "assets" / "weights"
+    clone = _PACKAGE.parent.parent  # the package lies in src/ of a clone
+    if _PACKAGE.parent.name == "src" and (clone / "pyproject.toml").is_file():
+        yield clone / "weights"
+    yield cache_folder()

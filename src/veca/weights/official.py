@@ -1,0 +1,207 @@
+"""The authors' checkpoints: into our layout and back, without loss.
+
+Theirs is a torch-saved dict with the weights under `student` and the settings under `config`.
+`official_layout` maps the tensors, `official_settings` the settings; here are the files.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca import files
+from veca.errors import InputError, OutputError, WeightsError
+from veca.model import Veca
+from veca.weights import safe_pickle, store
+from veca.weights import tensors as ts
+from veca.weights.official_layout import from_ours, to_ours
+from veca.weights.official_settings import find_config, their_config
+from veca.weights.safe_pickle import kind
+
+__all__ = [
+    "Checkpoint",
+    "build",
+    "export_official",
+    "from_ours",
+    "import_official",
+    "read",
+    "to_ours",
+]
+
+_PREFIXES = ("module.", "student.")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a file of the authors' holds that matters here."""
+
+    path: Path
+    state: dict[str, Tensor]
+    """The weights in their naming, without prefixes."""
+    config: dict[str, Any]
+    """Their settings; empty if the file has none."""
+    progress: dict[str, int]
+    """How far training was, in their words: epoch, global_step."""
+
+
+def import_official(
+    path: str | os.PathLike[str],
+    *,
+    config_overrides: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = torch.float32,
+) -> Veca:
+    """A model with the weights of an authors' checkpoint, in eval mode.
+
+    No code in the file is run: anything in it that is not plain data or a tensor is left inert.
+
+    Args:
+        config_overrides: fields of `VecaConfig` that win over the file's settings, such as
+            `{"heads": 6}` for a file without settings, whose tensors do not tell the heads.
+        dtype: of the weights in memory; None keeps the stored one.
+    """
+    ts.check_dtype(dtype)
+    return build(read(path), config_overrides=config_overrides, dtype=dtype)
+
+
+def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | None = None) -> Path:
+    """Write a model as a checkpoint in the authors' layout, in one step.
+
+    Their code builds its four families only and refuses other sizes, which still import here.
+
+    Args:
+        chunk: cores in one chunk of the bank; 8 if the bank divides into such, as theirs does.
+    """
+    if not isinstance(model, Veca):
+        raise InputError(f"export_official takes a Veca model, got {type(model).__name__}.")
+    path = Path(path).expanduser()
+    state = {name: tensor.cpu() for name, tensor in from_ours(model, chunk=chunk).items()}
+    ts.require_finite(state, "the tensors to save", "such a model is of no use, so it is not kept.")
+    payload = {"student": state, "config": their_config(model.config, chunk=chunk)}
+    with files.atomic_write(path) as file:
+        try:
+            torch.save(payload, file)
+        except RuntimeError as error:  # how torch reports that it could not write
+            raise OutputError(
+                f"cannot write {path} ({error}); free some space or choose another place."
+            ) from error
+    return path
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """The weights and settings in an authors' file, prefixes removed; nothing is executed."""
+    path = Path(path).expanduser()
+    content = _unpickle(path)
+    if not isinstance(content, Mapping):
+        raise WeightsError(
+            f"{path} holds a {kind(content)}, not a checkpoint: a dict with the weights under "
+            "'student', or the weights themselves."
+        )
+    state = content.get("student", content)
+    if not isinstance(state, Mapping):
+        raise WeightsError(f"{path}: 'student' is a {kind(state)}, not a dict of tensors.")
+    config = content.get("config") if state is not content else None
+    if config is not None and not isinstance(config, Mapping):
+        raise WeightsError(
+            f"{path}: 'config' is a {kind(config)}, not a plain dict; save the checkpoint again "
+            "with a dict, or without 'config'."
+        )
+    progress = {
+        name: content[name] for name in ("epoch", "global_step") if type(content.get(name)) is int
+    }
+    return Checkpoint(path, _clean(state, path), dict(config or {}), progress)
+
+
+def build(
+    checkpoint: Checkpoint,
+    *,
+    config_overrides: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = torch.float32,
+) -> Veca:
+    """The model of a checkpoint that was read."""
+    where = str(checkpoint.path)
+    config = find_config(checkpoint.state, checkpoint.config, config_overrides, where=where)
+    ts.require_floating({name: t.dtype for name, t in checkpoint.state.items()}, where)
+    ts.require_finite(checkpoint.state, where, "the checkpoint is broken; fetch it again.")
+    state = to_ours(checkpoint.state, config, where=where)
+    return ts.fill(config, {name: t.to(dtype=dtype, copy=True) for name, t in state.items()})
+
+
+def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where a checkpoint's weights come from, as far as the file says; plain JSON."""
+    said = {
+        "teacher": checkpoint.config.get("teacher_id"),
+        "budgets": checkpoint.config.get("nested_budgets"),
+        "resolutions": checkpoint.config.get("resolutions"),
+    }
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in said.items()
+        if isinstance(value, str)
+        or (isinstance(value, (list, tuple)) and all(type(x) is int for x in value))
+    }
+    return {
+        "source": "a checkpoint in the layout of the authors' code",
+        "source_file": checkpoint.path.name,
+        "source_sha256": store.file_hash(checkpoint.path),
+        **plain,
+        **checkpoint.progress,
+    }
+
+
+def _unpickle(path: Path) -> object:
+    """What a torch-saved file holds, by readers that run nothing in it."""
+    if not path.is_file():
+        what = "is a folder, not" if path.is_dir() else "does not exist; give the path of"
+        raise WeightsError(f"{path} {what} a torch-saved checkpoint of the authors'.")
+    try:
+        with path.open("rb") as file:
+            head = file.read(2)
+    except OSError as error:
+        raise WeightsError(f"cannot read {path} ({error.strerror}).") from error
+    if path.name.endswith(store.SUFFIX):
+        raise WeightsError(f"{path} is a {store.SUFFIX} file; veca.load reads it.")
+    if head == b"PK":
+        if not zipfile.is_zipfile(path):
+            raise WeightsError(
+                f"{path} is cut short: the end of the file is missing; fetch it again."
+            )
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception:  # torch refuses foreign objects; our reader makes them inert
+            return safe_pickle.read(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise WeightsError(
+            f"{path} is not a torch-saved checkpoint that can be read safely; if it is one of a "
+            "torch before 1.6, load it with that and save it again."
+        ) from error
+
+
+def _clean(state: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
+    """The tensors without the prefixes that wrappers leave in their names."""
+    cleaned: dict[str, Tensor] = {}
+    for key, value in state.items():
+        name = str(key).replace("_orig_mod.", "")
+        while name.startswith(_PREFIXES):
+            name = name.split(".", 1)[1]
+        if isinstance(value, safe_pickle.StoredTensor):
+            value = value.read()
+        if not isinstance(value, Tensor):
+            raise WeightsError(
+                f"{path}: {key!r} among the weights is a {kind(value)}, not a tensor; the weights "
+                "are expected under 'student', or as the whole file."
+            )
+        if value.layout != torch.strided or value.device.type != "cpu":
+            raise WeightsError(f"{path}: {key} is not an ordinary tensor, but sparse or empty.")
+        if name in cleaned:
+            raise WeightsError(f"{path}: two tensors are called {name} once prefixes are removed.")
+        cleaned[name] = value
+    return cleaned

@@ -1,0 +1,425 @@
+"""How weights lie on disk: a folder of three files, or one file that holds the same.
+
+`model.safetensors` is complete in itself: its header carries the configuration and the
+provenance, and replacing it is the one step that turns an old set into a new one.
+`config.json` and `provenance.json` beside it are copies for people and for other tools. A
+`config.json` that disagrees with the tensors is refused, never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from veca import files
+from veca.config import VecaConfig
+from veca.errors import ConfigError, InputError, OutputError, WeightsError
+from veca.model import Veca
+from veca.version import __version__
+from veca.weights import tensors as ts
+
+FORMAT_VERSION = 1
+TENSORS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+FILES = (TENSORS, CONFIG, PROVENANCE)
+SUFFIX = ".safetensors"
+
+_MODEL_TYPE = "veca"
+# Fields that other tools add to a config.json; they say nothing about the function computed.
+_BOOKKEEPING = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+_HEADER_CONFIG, _HEADER_PROVENANCE = "veca_config", "veca_provenance"
+_FETCH_AGAIN = "the file is cut short or damaged; fetch or write it again"
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+
+
+# --------------------------------------------------------------------------------------- writing
+
+
+def save(
+    model: Veca,
+    path: str | os.PathLike[str],
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a model's weights, replacing older ones in one step; a crash leaves those whole.
+
+    Args:
+        path: a name ending in `.safetensors` makes one file; any other is a folder with
+            `model.safetensors`, `config.json` and `provenance.json`. Folders are made on the way.
+        provenance: where the weights come from, as plain JSON: teacher, its licence, data, steps,
+            budgets. The code version, the format version and hashes are added.
+        dtype: store in this dtype, such as `torch.float16` to ship; None keeps the model's.
+
+    Returns:
+        The path written.
+    """
+    if not isinstance(model, Veca):
+        hint = "; pass the model inside it" if hasattr(model, "module") else ""
+        raise InputError(f"save takes a Veca model, got {type(model).__name__}{hint}.")
+    return save_state(model.state_dict(), model.config, path, provenance=provenance, dtype=dtype)
+
+
+def save_state(
+    state: Mapping[str, Tensor],
+    config: VecaConfig,
+    path: str | os.PathLike[str],
+    *,
+    provenance: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """`save` for tensors that are in no model, such as an average or a gathered shard."""
+    path = Path(path).expanduser()
+    ts.check_dtype(dtype)
+    problems = ts.differences(ts.shapes(state), ts.shapes(ts.blank(config).state_dict()))
+    if problems:
+        raise WeightsError(f"the tensors to save do not fit their config; {'; '.join(problems)}.")
+    ts.require_floating({name: t.dtype for name, t in state.items()}, "the tensors to save")
+    ts.require_finite(state, "the tensors to save", "such a model is of no use, so it is not kept.")
+    state = {name: t.detach().to("cpu", dtype).contiguous() for name, t in state.items()}
+    if dtype is not None:
+        advice = "they are out of its range; save as bfloat16 or float32."
+        ts.require_finite(state, f"the tensors to save, as {dtype}", advice)
+
+    record = _record(provenance, ts.content_hash(state))
+    metadata = {
+        "format": "pt",
+        _HEADER_CONFIG: json.dumps(_config_fields(config)),
+        _HEADER_PROVENANCE: json.dumps(record, ensure_ascii=False),
+    }
+    if path.name.endswith(SUFFIX):
+        _write_file(path, state, metadata)
+    else:
+        _write_folder(path, state, metadata, config, record)
+    return path
+
+
+def _config_fields(config: VecaConfig) -> dict[str, Any]:
+    return {"model_type": _MODEL_TYPE, "format_version": FORMAT_VERSION, **config.to_dict()}
+
+
+def _record(provenance: Mapping[str, Any] | None, content: str) -> dict[str, Any]:
+    """The provenance to store; what is known for certain wins over what was passed in."""
+    if provenance is not None and not isinstance(provenance, Mapping):
+        raise InputError(
+            f"provenance must be a mapping of plain JSON values, got {type(provenance).__name__}."
+        )
+    certain = {
+        "code_version": __version__,
+        "format_version": FORMAT_VERSION,
+        "tensors_sha256": content,
+    }
+    given = {k: v for k, v in (provenance or {}).items() if k not in {*certain, "file_sha256"}}
+    try:
+        # Through JSON and back, so that what is stored is what a reader will get.
+        plain: dict[str, Any] = json.loads(files.to_json({**given, **certain}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"provenance must hold plain JSON values only: {error}.") from error
+    return plain
+
+
+def _write_file(path: Path, state: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    with files.temporary_beside(path) as temporary:
+        _write_tensors(temporary, state, metadata, path)
+        files.commit(temporary, path)
+
+
+def _write_folder(
+    folder: Path,
+    state: dict[str, Tensor],
+    metadata: dict[str, str],
+    config: VecaConfig,
+    record: dict[str, Any],
+) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise OutputError(
+            f"cannot write the folder {folder}: a file of that name is there; choose another name, "
+            f"or one ending in {SUFFIX} for a single file."
+        )
+    tensors_path, config_path, provenance_path = (folder / name for name in FILES)
+    with (
+        files.temporary_beside(tensors_path) as new_tensors,
+        files.temporary_beside(config_path) as new_config,
+        files.temporary_beside(provenance_path) as new_provenance,
+        files.output_errors(folder),
+    ):
+        # All three reach the disk before anything old is touched.
+        _write_tensors(new_tensors, state, metadata, tensors_path)
+        record = {**record, "file_sha256": file_hash(new_tensors)}
+        new_config.write_text(files.to_json(_config_fields(config)), encoding="utf-8")
+        new_provenance.write_text(files.to_json(record), encoding="utf-8")
+        for path in (new_tensors, new_config, new_provenance):
+            files.flush(path)
+
+        with _without_stale_config(config_path, new_config, tensors_path):
+            files.commit(new_tensors, tensors_path)
+        files.commit(new_config, config_path)
+        files.commit(new_provenance, provenance_path)
+
+
+@contextmanager
+def _without_stale_config(old: Path, new: Path, tensors: Path) -> Iterator[None]:
+    """Take the old config.json away while its tensors are replaced, if it is another one.
+
+    Old tensors without it still load, as do new ones: each carry their own configuration. Old
+    beside new would not, and a crash between the two renames would leave just that.
+    """
+    text = old.read_bytes() if old.is_file() else None
+    if text is None or text == new.read_bytes() or not _carries_config(tensors):
+        yield
+        return
+    old.unlink()
+    try:
+        yield
+    except BaseException:
+        old.write_bytes(text)
+        raise
+
+
+def _carries_config(path: Path) -> bool:
+    try:
+        return _HEADER_CONFIG in _open(path).metadata
+    except WeightsError:
+        return False
+
+
+def _write_tensors(
+    temporary: Path, state: dict[str, Tensor], metadata: dict[str, str], target: Path
+) -> None:
+    mode = temporary.stat().st_mode
+    try:
+        save_file(state, temporary, metadata=metadata)
+    except SafetensorError as error:
+        raise OutputError(
+            f"cannot write {target} ({error}); free some space or choose another place."
+        ) from error
+    temporary.chmod(mode)  # safetensors makes files that only their owner can read
+
+
+def file_hash(path: Path) -> str:
+    """sha256 of a file's bytes, as `sha256sum` prints it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+class _Header(NamedTuple):
+    """What a safetensors file says before its tensors."""
+
+    path: Path
+    metadata: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+
+
+def load_local(
+    path: Path, *, device: torch.device, dtype: torch.dtype | None, backend: str
+) -> Veca:
+    """The model in a folder or a `.safetensors` file, checked in full."""
+    header = _open(tensors_file(path))
+    config = _config(path, header)
+    _check_layout(header, config)
+    state = _read(header)
+    ts.require_finite(state, str(header.path), "the weights are broken; fetch or train them again.")
+    recorded = _embedded_provenance(header).get("tensors_sha256")
+    if recorded is not None and recorded != ts.content_hash(state):
+        raise WeightsError(
+            f"{header.path}: the tensors are not those that were saved (their sha256 differs from "
+            f"the one recorded); {_FETCH_AGAIN}."
+        )
+    # A copy, because the tensors read are a window on the file, which may change or vanish.
+    state = {name: tensor.to(device, dtype, copy=True) for name, tensor in state.items()}
+    return ts.fill(config, state, backend=backend)
+
+
+def read_config(path: Path) -> VecaConfig:
+    """The configuration of a folder or a file, without its tensors."""
+    if _only_config(path):
+        return _parse_config(path / CONFIG, _read_text(path / CONFIG))
+    return _config(path, _open(tensors_file(path)))
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """Where the weights come from, as saved; empty if nothing was recorded."""
+    beside: dict[str, Any] = {}
+    if path.is_dir() and (path / PROVENANCE).is_file():
+        beside = _parse_object(path / PROVENANCE, _read_text(path / PROVENANCE))
+    if _only_config(path):
+        return beside
+    inside = _embedded_provenance(_open(tensors_file(path)))
+    # Beside other tensors it is a leftover of an interrupted save: the file's own record holds.
+    stale = inside and beside.get("tensors_sha256") != inside.get("tensors_sha256")
+    return inside if stale or not beside else beside
+
+
+def _only_config(path: Path) -> bool:
+    """Whether a folder was fetched from the hub without its tensors, to look at the rest."""
+    return path.is_dir() and not (path / TENSORS).is_file() and (path / CONFIG).is_file()
+
+
+def read_hash(path: Path) -> str:
+    """The hash of the stored tensors' names, dtypes, shapes and bytes."""
+    return ts.content_hash(_read(_open(tensors_file(path))))
+
+
+def holds_weights(path: Path) -> bool:
+    """Whether a path is a weights file, or a folder with one."""
+    return (path / TENSORS).is_file() if path.is_dir() else path.is_file()
+
+
+def tensors_file(path: Path) -> Path:
+    """The safetensors file of a folder, or the file itself."""
+    if path.is_dir():
+        if not (path / TENSORS).is_file():
+            raise WeightsError(
+                f"the folder {path} holds no {TENSORS}; veca.save writes one, and `veca import` "
+                "makes one from a checkpoint of the authors'."
+            )
+        return path / TENSORS
+    if not path.name.endswith(SUFFIX):
+        raise WeightsError(
+            f"{path} is not a {SUFFIX} file; a checkpoint of the authors' (torch-saved) is read by "
+            "veca.import_official or `veca import`."
+        )
+    return path
+
+
+@contextmanager
+def _safetensors_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError) as error:
+        if isinstance(error, WeightsError):
+            raise
+        if _is_lfs_pointer(path):
+            raise WeightsError(
+                f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` to fetch them."
+            ) from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        why = f"{_FETCH_AGAIN}" if isinstance(error, SafetensorError) else "check the file"
+        raise WeightsError(f"cannot read {path} ({reason}); {why}.") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(40).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
+
+
+def _open(path: Path) -> _Header:
+    if not path.exists():
+        raise WeightsError(f"there is no weights file {path}.")
+    with _safetensors_errors(path), safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return _Header(
+            path,
+            dict(file.metadata() or {}),
+            {name: tuple(part.get_shape()) for name, part in slices.items()},
+            {name: part.get_dtype() for name, part in slices.items()},
+        )
+
+
+def _read(header: _Header) -> dict[str, Tensor]:
+    dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in header.dtypes.items()}
+    ts.require_floating(dtypes, str(header.path))
+    with _safetensors_errors(header.path), safe_open(header.path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in header.shapes}
+
+
+def _check_layout(header: _Header, config: VecaConfig) -> None:
+    if config.depth > len(header.shapes):  # keeps a silly depth from being built
+        raise WeightsError(
+            f"{header.path}: {len(header.shapes)} tensors are too few for the configuration's "
+            f"{config.depth} blocks; {_FETCH_AGAIN}."
+        )
+    problems = ts.differences(header.shapes, ts.shapes(ts.blank(config).state_dict()))
+    if problems:
+        raise WeightsError(
+            f"{header.path}: the tensors do not fit the configuration; {'; '.join(problems)}."
+        )
+
+
+def _config(path: Path, header: _Header) -> VecaConfig:
+    """The configuration inside the tensors file and the one beside it, which must agree."""
+    inside = beside = None
+    if _HEADER_CONFIG in header.metadata:
+        inside = _parse_config(header.path, header.metadata[_HEADER_CONFIG])
+    config_path = path / CONFIG
+    if path.is_dir() and config_path.is_file():
+        beside = _parse_config(config_path, _read_text(config_path))
+    if inside is not None and beside is not None and inside != beside:
+        a, b = inside.to_dict(), beside.to_dict()
+        name = next(name for name in a if a[name] != b[name])
+        raise WeightsError(
+            f"{config_path} does not belong to the tensors beside it: it says {name} {b[name]!r}, "
+            f"they were saved with {a[name]!r}; delete it to use the tensors' own configuration."
+        )
+    config = inside or beside
+    if config is None:
+        where = f"no {CONFIG} beside it" if path.is_dir() else "put it in a folder with one"
+        raise WeightsError(
+            f"{header.path} carries no configuration ({where}); veca.save writes both, and "
+            "`veca import` reads the authors' checkpoints."
+        )
+    return config
+
+
+def _embedded_provenance(header: _Header) -> dict[str, Any]:
+    text = header.metadata.get(_HEADER_PROVENANCE)
+    return {} if text is None else _parse_object(header.path, text)
+
+
+def _parse_config(path: Path, text: str) -> VecaConfig:
+    fields = _parse_object(path, text)
+    version = fields.pop("format_version", FORMAT_VERSION)
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise WeightsError(f"{path}: format_version must be a whole number, got {version!r}.")
+    if version > FORMAT_VERSION:
+        raise WeightsError(
+            f"{path} has format version {version}, but this veca ({__version__}) reads up to "
+            f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+        )
+    kind = fields.pop("model_type", _MODEL_TYPE)
+    if kind != _MODEL_TYPE:
+        raise WeightsError(f"{path} describes a model of type {kind!r}, not {_MODEL_TYPE!r}.")
+    try:
+        return VecaConfig.from_dict({k: v for k, v in fields.items() if k not in _BOOKKEEPING})
+    except ConfigError as error:
+        raise WeightsError(f"{path}: {error}") from error
+
+
+def _parse_object(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{path} is not valid JSON ({error}); fetch or write it again."
+        ) from error
+    if not isinstance(value, dict):
+        raise WeightsError(
+            f"{path} must hold a JSON object of named fields, got {type(value).__name__}."
+        )
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise WeightsError(f"cannot read {path} ({error}); fetch or write it again.") from error

@@ -1,0 +1,107 @@
+"""Dicts of tensors: are they the model's, are they sane, which bytes are they, put them in."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from veca.config import VecaConfig
+from veca.errors import InputError, WeightsError
+from veca.model import Veca
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class _Unset(Veca):
+    """A model whose weights are about to be replaced, so that drawing them would be waste."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def blank(config: VecaConfig, backend: str = "auto") -> Veca:
+    """The model without memory for its weights (on torch's meta device), to put others in."""
+    try:
+        with torch.device("meta"):
+            model: Veca = _Unset(config, backend=backend)
+    except RuntimeError as error:
+        raise WeightsError(f"no model can be that large: {error}.") from error
+    model.__class__ = Veca
+    return model
+
+
+def fill(
+    config: VecaConfig,
+    state: Mapping[str, Tensor],
+    *,
+    backend: str = "auto",
+) -> Veca:
+    """The model with exactly these tensors as its weights, in eval mode."""
+    model = blank(config, backend)
+    model.load_state_dict(dict(state), assign=True)
+    return model.eval()
+
+
+def shapes(state: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def listed(names: Iterable[str], limit: int = 5) -> str:
+    """'a, b, c, d, e and 7 more'."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def differences(found: Shapes, expected: Shapes) -> list[str]:
+    """What keeps `found` from being `expected`: missing, extra and wrongly shaped tensors."""
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    wrong = [
+        f"{name} has shape {list(shape)} instead of {list(expected[name])}"
+        for name, shape in found.items()
+        if name in expected and shape != tuple(expected[name])
+    ]
+    problems = [f"missing: {listed(missing)}"] if missing else []
+    problems += [f"extra: {listed(extra)}"] if extra else []
+    problems += [f"wrong shape: {listed(wrong)}"] if wrong else []
+    return problems
+
+
+def require_floating(dtypes: Mapping[str, object], where: str) -> None:
+    """Refuse tensors that are not ordinary floating-point numbers."""
+    wrong = [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
+    if wrong:
+        raise WeightsError(
+            f"{where}: weights are float16, bfloat16, float32 or float64, but {listed(wrong)}."
+        )
+
+
+def require_finite(state: Mapping[str, Tensor], where: str, advice: str) -> None:
+    """Refuse NaN and infinite numbers, naming the tensors that hold them."""
+    bad = [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]
+    if bad:
+        raise WeightsError(f"{where}: NaN or infinite numbers in {listed(bad)}; {advice}")
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Refuse a dtype that weights cannot have; None is fine."""
+    if dtype is not None and dtype not in FLOATS:
+        names = ", ".join(str(known).removeprefix("torch.") for known in FLOATS)
+        raise InputError(f"dtype must be one of {names} (of torch) or None, got {dtype!r}.")
+
+
+def content_hash(state: Mapping[str, Tensor]) -> str:
+    """sha256 over the names, dtypes, shapes and bytes of the tensors, in the order of the names."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        digest.update(f"{name}\0{dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

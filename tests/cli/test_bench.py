@@ -1,0 +1,75 @@
+"""`veca bench`: prints a table, writes a CSV and a plot, refuses what it cannot do."""
+
+from __future__ import annotations
+
+import csv
+import sys
+
+import pytest
+import typer
+
+import veca
+from veca import VecaConfig
+from veca.cli.bench import bench
+from veca.errors import ConfigError, InputError, OutputError
+
+QUICK = ["--sizes=32,64", "--threads=1", "--repeats=1", "--seconds=0", "--device=cpu"]
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    app.command()(bench)
+    return lambda *args: app([str(a) for a in args], standalone_mode=False)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    config = VecaConfig(depth=1, width=32, heads=2, num_cores=8)
+    veca.save(veca.create_model(config), tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+def test_table_csv_and_plot(run, weights, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+    run(weights, *QUICK, "--cores", "2,8", "--out", tmp_path / "b")
+    printed = capsys.readouterr().out
+    for text in ("mine, batch 1, cpu, float32, 1 thread", "dense", "veca, 2 cores", "peak MiB"):
+        assert text in printed
+    assert "veca, 8 cores: from 32 to 64 px time grows as N^" in printed
+    assert "veca, 2 cores against dense: " in printed
+    with (tmp_path / "b" / "bench.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    at_each_size = [("dense", ""), ("veca", "2"), ("veca", "8")]
+    assert [(r["model"], r["cores"]) for r in rows] == 2 * at_each_size
+    assert [r["size"] for r in rows] == 3 * ["32"] + 3 * ["64"]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.csv", "bench.png"]
+
+
+def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run(weights, *QUICK, "--no-dense", "--out", tmp_path / "b")
+    assert "no plot: the plot needs matplotlib" in capsys.readouterr().out
+    assert [p.name for p in (tmp_path / "b").iterdir()] == ["bench.csv"]
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "message"),
+    [
+        (("smal",), ConfigError, "did you mean 'small'"),
+        (("tiny", "--sizes", "big"), InputError, "--sizes must be whole numbers"),
+        (("tiny", "--sizes", "100"), InputError, "multiples of the patch size"),
+        (("tiny", "--cores", "65"), InputError, "from 1 to 64"),
+        (("tiny", "--dtype", "float8"), InputError, "unknown dtype"),
+        (("tiny", "--device", "abacus"), InputError, "abacus"),
+    ],
+)
+def test_bad_input(run, tmp_path, args, error, message):
+    with pytest.raises(error, match=message):
+        run(*args, "--out", tmp_path / "b")
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_measuring(run, tmp_path):
+    (tmp_path / "b").write_text("a file")
+    with pytest.raises(OutputError, match="cannot write"):
+        run("tiny", "--out", tmp_path / "b")

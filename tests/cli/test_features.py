@@ -1,0 +1,88 @@
+"""`veca features`: files, folders and patterns in, a folder or a file out, one closing line."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from PIL import Image
+
+import veca
+from veca import VecaConfig
+from veca.cli.features import features
+from veca.errors import ImageError, InputError, WeightsError
+from veca.features import read_features
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The command, with weights of a fresh model."""
+    config = VecaConfig(depth=2, width=64, heads=2, num_cores=8)
+    veca.save(veca.create_model(config), tmp_path / "weights")
+    app = typer.Typer()
+    app.command()(features)
+    common = ["--weights", tmp_path / "weights", "--size", "32", "--device", "cpu"]
+    return lambda *args: app([str(a) for a in (*common, *args)], standalone_mode=False)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    for name in ("a/1.png", "a/2.png", "b/3.jpg", "b/4.png"):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 32), "teal").save(path)
+    return tmp_path / "photos"
+
+
+def test_folders_files_and_patterns(run, photos, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(photos / "a", photos / "b" / "*.jpg", "--out", out, "--cores", "4", "--what", "cls")
+    names = sorted(p.relative_to(out).as_posix() for p in out.rglob("*.npz"))
+    assert names == ["a/1.png.npz", "a/2.png.npz", "b/3.jpg.npz"]
+    got = read_features(out / "a" / "1.png.npz")
+    assert got["cores"] == 4
+    assert "patches" not in got
+    closing = capsys.readouterr().out.splitlines()[-1]
+    assert closing.startswith("3 images, ")
+    assert closing.endswith(f" images/s -> {out}")
+
+
+def test_a_second_run_goes_on_and_skips_are_named(run, photos, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(photos / "a", "--root", photos, "--out", out)
+    (photos / "b" / "bad.jpg").write_bytes(b"not an image")
+    run(photos, "--root", photos, "--out", out)
+    printed = capsys.readouterr().out
+    assert f"skipped {photos / 'b' / 'bad.jpg'}: " in printed
+    closing = printed.splitlines()[-1]
+    assert closing.startswith("2 images, 2 there already, 1 skipped (listed in ")
+    with pytest.raises(ImageError, match=r"bad\.jpg"):
+        run(photos, "--root", photos, "--out", out, "--strict")
+
+
+def test_other_settings_need_overwrite(run, photos, tmp_path):
+    out = tmp_path / "out"
+    run(photos, "--out", out)
+    with pytest.raises(InputError, match="cores: 8 there, 2 now"):
+        run(photos, "--out", out, "--cores", "2")
+    run(photos, "--out", out, "--cores", "2", "--overwrite")
+    assert read_features(out / "b" / "4.png.npz")["cores"] == 2
+
+
+def test_single_file(run, photos, tmp_path):
+    run(photos, "--out", tmp_path / "all.safetensors", "--size", "48x32", "--dtype", "float32")
+    got = read_features(tmp_path / "all.safetensors")
+    assert got["images"] == ["a/1.png", "a/2.png", "b/3.jpg", "b/4.png"]
+    assert got["patches"].shape == (4, 3, 2, 64)
+
+
+def test_bad_input(run, photos, tmp_path):
+    out = ("--out", tmp_path / "out")
+    with pytest.raises(ImageError, match="no such file"):
+        run(photos / "none.png", *out)
+    with pytest.raises(InputError, match="a size is a number"):
+        run(photos, *out, "--size", "large")
+    with pytest.raises(InputError, match="unknown kind of feature"):
+        run(photos, *out, "--what", "class")
+    with pytest.raises(WeightsError):
+        run(photos, *out, "--weights", tmp_path / "missing")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,411 @@
+"""Features on disk: the right numbers, whole files only, resuming, refusing, skipping."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import veca
+from veca import VecaConfig
+from veca.errors import ImageError, InputError, OutputError
+from veca.features import extract, read_features
+from veca.features.pipeline import Item, Ready, gather, read_ahead
+from veca.images import find_images
+
+SMALL = VecaConfig(depth=2, width=64, heads=2, num_cores=8)
+FORMATS = ("npz", "safetensors")
+
+
+@pytest.fixture
+def model():
+    return veca.create_model(SMALL).eval()
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """Two sizes, and names that collide without their folder or suffix."""
+    for name, size in {
+        "x.jpg": (40, 32), "x.png": (32, 32), "a/x.jpg": (40, 32), "b/x.jpg": (32, 32),
+        "b/c/y.webp": (40, 32),
+    }.items():  # fmt: skip
+        save_image(tmp_path / "photos" / name, size)
+    return tmp_path / "photos"
+
+
+def save_image(path: Path, size: tuple[int, int] = (32, 32)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seed = sum(map(ord, str(path)))
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+class Spy:
+    """Counts the images a model sees, and their batches; may fail at the n-th batch."""
+
+    def __init__(self, model, fail_at: int | None = None, error: BaseException | None = None):
+        self.batches: list[tuple[int, ...]] = []
+        original = model.forward
+
+        def forward(images, cores=None):
+            self.batches.append(tuple(images.shape))
+            if len(self.batches) == fail_at:
+                raise error
+            return original(images, cores=cores)
+
+        model.forward = forward
+
+    @property
+    def images(self) -> int:
+        return sum(shape[0] for shape in self.batches)
+
+
+class TestContent:
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_numbers_are_the_models(self, model, photos, tmp_path, format):
+        out = tmp_path / "out"
+        extract(model, photos, out, cores=3, size=64, format=format, dtype="float32")
+        for name, size in (("a/x.jpg", (32, 40)), ("b/x.jpg", (32, 32))):
+            batch = veca.preprocess(photos / name, 64)
+            with torch.inference_mode():
+                expected = model(batch.pixels, cores=3)
+            got = read_features(out / f"{name}.{format}")
+            h, w = expected.grid
+            assert got["patches"].shape == (h, w, 64)
+            np.testing.assert_allclose(got["cls"], expected.cls[0], atol=1e-5)
+            np.testing.assert_allclose(
+                got["patches"].reshape(h * w, 64), expected.patches[0], atol=1e-5
+            )
+            assert got["grid"].tolist() == [h, w]
+            assert got["cores"] == 3
+            assert got["original_size"].tolist() == list(size)
+            assert got["input_size"].tolist() == [16 * h, 16 * w]
+            assert got["valid_size"].tolist() == [16 * h, 16 * w]
+            assert got["image"] == name
+
+    def test_every_image_has_a_file_of_its_own(self, model, photos, tmp_path):
+        summary = extract(model, photos, tmp_path / "out", size=32)
+        names = ["a/x.jpg", "b/c/y.webp", "b/x.jpg", "x.jpg", "x.png"]
+        assert files_in(tmp_path / "out") == sorted(
+            [f"{name}.npz" for name in names] + ["features.json"]
+        )
+        assert (summary.images, summary.computed, summary.reused, summary.failed) == (5, 5, 0, ())
+        assert summary.images_per_second > 0
+
+    def test_one_image_named_twice_is_one_image(self, model, photos, tmp_path):
+        sources = [photos / "x.jpg", photos / "a" / ".." / "x.jpg", str(photos / "x.j*")]
+        assert extract(model, sources, tmp_path / "out", size=32).images == 1
+
+    @pytest.mark.parametrize("what", ["cls", "patches"])
+    def test_only_what_was_asked_for(self, model, photos, tmp_path, what):
+        extract(model, photos / "x.jpg", tmp_path, size=32, what=[what])
+        got = read_features(tmp_path / "x.jpg.npz")
+        assert {"cls", "patches"} & set(got) == {what}
+        assert got[what].dtype == np.float16
+
+    def test_padding_is_told(self, model, photos, tmp_path):
+        extract(model, photos / "x.jpg", tmp_path, size=None, fit="pad")
+        got = read_features(tmp_path / "x.jpg.npz")
+        assert got["valid_size"].tolist() == [32, 40]
+        assert got["input_size"].tolist() == [32, 48]
+        assert got["crop_box"].tolist() == [0, 0, 40, 32]
+
+    def test_features_too_large_for_float16_are_refused(self, model, photos, tmp_path):
+        with torch.no_grad():
+            model.norm.weight.fill_(1e6)
+        with pytest.raises(InputError, match="too large for float16; write them as float32"):
+            extract(model, photos, tmp_path / "out", size=32)
+        assert files_in(tmp_path / "out") == ["features.json"]
+        extract(model, photos, tmp_path / "out", size=32, dtype="float32", overwrite=True)
+
+    def test_the_models_mode_is_put_back(self, model, photos, tmp_path):
+        model.train()
+        extract(model, photos, tmp_path / "out", size=32)
+        assert model.training
+
+
+class TestBatches:
+    def test_images_of_one_size_go_together(self, model, photos, tmp_path):
+        spy = Spy(model)
+        calls = []
+        extract(
+            model, photos, tmp_path / "out", size=None, batch_size=2, what=["cls"],
+            progress=lambda *counts: calls.append(counts),
+        )  # fmt: skip
+        assert sorted(spy.batches) == [(1, 3, 32, 48), (2, 3, 32, 32), (2, 3, 32, 48)]
+        assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+        assert calls[-1] == (5, 5)
+
+    def test_gathering_gives_every_image_once_and_holds_few(self):
+        taken = 0
+
+        def images():
+            nonlocal taken
+            for i in range(200):
+                taken += 1
+                side = 16 * (1 + i % 25)
+                pixels = np.zeros((side, 16, 3), dtype=np.uint8)
+                yield Ready(Item(i, Path(), str(i)), veca.preprocess(pixels))
+
+        given: list[int] = []
+        for batch in gather(images(), 4):
+            assert 1 <= len(batch) <= 4
+            assert len({one.image.pixels.shape for one in batch}) == 1
+            given += [one.item.place for one in batch]
+            assert taken - len(given) <= 16
+        assert sorted(given) == list(range(200))
+
+    def test_reading_ahead_keeps_the_order_and_a_bound(self):
+        started, release = [], threading.Event()
+
+        def read(item: Item) -> ImageError:
+            started.append(item.place)
+            release.wait(5)
+            return ImageError(item.name)
+
+        items = [Item(i, Path(), str(i)) for i in range(30)]
+        reading = read_ahead(items, read, workers=3, ahead=5)
+        release.set()
+        for taken, (item, result) in enumerate(reading, start=1):
+            assert str(result) == item.name == str(taken - 1)
+            assert len(started) <= taken + 5
+        assert taken == 30
+
+    def test_closing_stops_reading(self):
+        started = []
+        items = [Item(i, Path(), str(i)) for i in range(100)]
+        reading = read_ahead(items, lambda item: started.append(item), workers=2, ahead=4)
+        next(reading)
+        reading.close()
+        assert len(started) <= 5
+
+    def test_out_of_memory_says_what_to_do(self, model, photos, tmp_path):
+        Spy(model, fail_at=1, error=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+        with pytest.raises(InputError, match=r"2 images of 32 x 48 pixels; use a smaller batch"):
+            extract(model, [photos / "x.jpg", photos / "a"], tmp_path / "o", size=None)
+
+
+class TestResuming:
+    def test_nothing_is_done_twice(self, model, photos, tmp_path):
+        out = tmp_path / "out"
+        extract(model, photos, out, size=32)
+        before = {name: (out / name).stat().st_mtime_ns for name in files_in(out)}
+        spy = Spy(model)
+        summary = extract(model, photos, out, size=32)
+        assert (summary.computed, summary.reused, spy.images) == (0, 5, 0)
+        assert {name: (out / name).stat().st_mtime_ns for name in files_in(out)} == before
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_missing_stale_and_damaged_files_are_made_again(self, model, photos, tmp_path, format):
+        out = tmp_path / "out"
+        extract(model, photos, out, size=32, format=format)
+        whole = {name: read_features(out / name) for name in files_in(out) if format in name}
+        (out / f"x.png.{format}").unlink()
+        damaged = out / f"x.jpg.{format}"
+        damaged.write_bytes(damaged.read_bytes()[:100])
+        np.savez(out / "foreign.npz", x=1)
+        later = (out / f"a/x.jpg.{format}").stat().st_mtime_ns + 10**9
+        os.utime(photos / "a" / "x.jpg", ns=(later, later))
+        spy = Spy(model)
+        summary = extract(model, photos, out, size=32, format=format)
+        assert (summary.computed, summary.reused, spy.images) == (3, 2, 3)
+        for name, content in whole.items():
+            np.testing.assert_allclose(read_features(out / name)["cls"], content["cls"], atol=2e-3)
+
+    def test_a_stopped_run_leaves_whole_files_and_goes_on(self, model, photos, tmp_path):
+        extract(model, photos, tmp_path / "once", size=32, batch_size=1, dtype="float32")
+        out = tmp_path / "out"
+        stopped = veca.create_model(SMALL).eval()
+        stopped.load_state_dict(model.state_dict())
+        Spy(stopped, fail_at=4, error=KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            extract(stopped, photos, out, size=32, batch_size=1, dtype="float32")
+        written = [name for name in files_in(out) if name.endswith(".npz")]
+        assert len(written) == 3
+        assert len(files_in(out)) == 4  # and features.json; no temporary file
+        summary = extract(model, photos, out, size=32, batch_size=1, dtype="float32")
+        assert (summary.computed, summary.reused) == (2, 3)
+        assert files_in(out) == files_in(tmp_path / "once")
+        for name in files_in(out)[1:]:
+            if name.endswith(".npz"):
+                one, two = read_features(out / name), read_features(tmp_path / "once" / name)
+                np.testing.assert_array_equal(one["patches"], two["patches"])
+
+    def test_a_write_that_fails_half_way_leaves_nothing(self, model, photos, tmp_path, monkeypatch):
+        def half(file, **arrays):
+            file.write(b"PK half a file")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(np, "savez", half)
+        with pytest.raises(OutputError, match="No space left"):
+            extract(model, photos, tmp_path / "out", size=32)
+        assert files_in(tmp_path / "out") == ["features.json"]
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"cores": 4}, "cores: 8 there, 4 now"),
+            ({"size": 48}, "size: 32 there, 48 now"),
+            ({"size": (32, 32)}, r"size: 32 there, \[32, 32\] now"),
+            ({"fit": "pad"}, 'fit: "resize" there, "pad" now'),
+            ({"what": ["cls"]}, r'what: \["cls", "patches"\] there, \["cls"\] now'),
+            ({"dtype": "float32"}, "dtype"),
+            ({"format": "safetensors"}, "format"),
+            ({"root": "."}, "root"),
+        ],
+    )
+    def test_other_settings_are_refused(self, model, photos, tmp_path, change, message):
+        out = tmp_path / "out"
+        extract(model, photos, out, size=32)
+        before = {name: (out / name).read_bytes() for name in files_in(out)}
+        with pytest.raises(InputError, match=f"other settings .*{message}"):
+            extract(model, photos, out, **{"size": 32, **change})
+        assert {name: (out / name).read_bytes() for name in files_in(out)} == before
+
+    def test_other_weights_are_refused(self, model, photos, tmp_path):
+        extract(model, photos, tmp_path / "out", size=32)
+        with torch.no_grad():
+            model.bank.tokens[0, 0] += 1
+        with pytest.raises(InputError, match=r"other settings .*weights"):
+            extract(model, photos, tmp_path / "out", size=32)
+
+    def test_overwrite_starts_over_and_spares_what_is_not_ours(self, model, photos, tmp_path):
+        out = tmp_path / "out"
+        extract(model, photos, out, size=32)
+        np.savez(out / "foreign.npz", x=1)
+        (out / "note.txt").write_text("keep me")
+        summary = extract(model, photos / "a", out, size=32, cores=4, overwrite=True)
+        assert (summary.computed, summary.reused) == (1, 0)
+        assert files_in(out) == ["features.json", "foreign.npz", "note.txt", "x.jpg.npz"]
+        assert read_features(out / "x.jpg.npz")["cores"] == 4
+        assert json.loads((out / "features.json").read_text())["cores"] == 4
+
+    def test_names_keep_their_root_from_run_to_run(self, model, photos, tmp_path):
+        out = tmp_path / "out"
+        extract(model, photos, out, size=32)
+        save_image(photos / "a" / "new.png")
+        summary = extract(model, photos / "a", out, size=32)
+        assert (summary.computed, summary.reused) == (1, 1)
+        assert (out / "a" / "new.png.npz").exists()
+        save_image(tmp_path / "elsewhere.png")
+        with pytest.raises(InputError, match=r"elsewhere.png \(1 of 1 images\) is not inside"):
+            extract(model, tmp_path / "elsewhere.png", out, size=32)
+
+    def test_a_manifest_of_something_else_is_not_overwritten(self, model, photos, tmp_path):
+        (tmp_path / "features.json").write_text('{"mine": 1}')
+        with pytest.raises(OutputError, match="does not list the settings"):
+            extract(model, photos, tmp_path, size=32, overwrite=True)
+        assert (tmp_path / "features.json").read_text() == '{"mine": 1}'
+
+
+class TestBadImages:
+    def test_they_are_skipped_counted_and_named(self, model, photos, tmp_path):
+        (photos / "bad.jpg").write_bytes(b"not an image")
+        (photos / "a" / "cut.jpg").write_bytes((photos / "x.jpg").read_bytes()[:200])
+        out = tmp_path / "out"
+        summary = extract(model, photos, out, size=32)
+        assert (summary.images, summary.computed) == (7, 5)
+        names = {str(photos / "bad.jpg"), str(photos / "a" / "cut.jpg")}
+        assert {name for name, _ in summary.failed} == names
+        assert summary.failures_file == out / "failures.txt"
+        lines = (out / "failures.txt").read_text().splitlines()
+        assert {line.split("\t")[0] for line in lines} == names
+
+        save_image(photos / "bad.jpg")
+        save_image(photos / "a" / "cut.jpg")
+        summary = extract(model, photos, out, size=32)
+        assert (summary.computed, summary.reused, summary.failed) == (2, 5, ())
+        assert not (out / "failures.txt").exists()
+
+    def test_raise_stops_at_the_first(self, model, photos, tmp_path):
+        (photos / "bad.jpg").write_bytes(b"not an image")
+        with pytest.raises(ImageError, match=r"bad\.jpg"):
+            extract(model, photos, tmp_path / "out", size=32, on_error="raise")
+
+    def test_no_image_that_can_be_read_is_an_error(self, model, tmp_path):
+        (tmp_path / "bad.jpg").write_bytes(b"")
+        for out in (tmp_path / "out", tmp_path / "all.npz"):
+            with pytest.raises(ImageError, match="none of 1 images could be read"):
+                extract(model, tmp_path / "bad.jpg", out, size=32)
+        assert not (tmp_path / "all.npz").exists()
+
+
+class TestSingleFile:
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_all_images_in_order(self, model, photos, tmp_path, format):
+        (photos / "bad.jpg").write_bytes(b"not an image")
+        out = tmp_path / f"all.{format}"
+        summary = extract(model, photos, out, size=(32, 48), batch_size=2, dtype="float32")
+        got = read_features(out)
+        paths = [path for path in find_images(photos) if path.name != "bad.jpg"]
+        assert got["images"] == [path.relative_to(photos).as_posix() for path in paths]
+        batch = veca.preprocess(paths, (32, 48))
+        with torch.inference_mode():
+            expected = model(batch.pixels)
+        np.testing.assert_allclose(got["cls"], expected.cls, atol=1e-5)
+        np.testing.assert_allclose(got["patches"].reshape(5, 6, 64), expected.patches, atol=1e-5)
+        assert got["patches"].shape == (5, 2, 3, 64)
+        assert got["original_size"].tolist() == [list(size) for size in batch.original_sizes]
+        assert got["cores"] == 8
+        assert (summary.computed, len(summary.failed)) == (5, 1)
+        assert "bad.jpg" in (tmp_path / f"all.{format}.failures.txt").read_text()
+
+    def test_order_is_kept_when_sizes_are_mixed(self, model, photos, tmp_path):
+        out = tmp_path / "all.npz"
+        extract(model, photos, out, size=None, batch_size=2, what=["cls"], dtype="float32")
+        got = read_features(out)
+        for name, cls in zip(got["images"], got["cls"], strict=True):
+            with torch.inference_mode():
+                expected = model(veca.preprocess(photos / name).pixels).cls[0]
+            np.testing.assert_allclose(cls, expected, atol=1e-5)
+
+    def test_patches_of_several_grids_are_refused(self, model, photos, tmp_path):
+        with pytest.raises(InputError, match="only if their grids agree"):
+            extract(model, photos, tmp_path / "all.npz", size=None)
+        assert files_in(tmp_path) == [f"photos/{name}" for name in files_in(photos)]
+
+    def test_an_existing_file_is_kept_unless_told(self, model, photos, tmp_path):
+        out = tmp_path / "all.npz"
+        out.write_text("precious")
+        with pytest.raises(OutputError, match="exists"):
+            extract(model, photos, out, size=32, what=["cls"])
+        assert out.read_text() == "precious"
+        extract(model, photos, out, size=32, what=["cls"], overwrite=True)
+        assert len(read_features(out)["images"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"cores": 9}, InputError, "from 1 to 8"),
+        ({"what": []}, InputError, "choose cls, patches or both"),
+        ({"what": ["patch"]}, InputError, "did you mean 'patches'"),
+        ({"dtype": "int8"}, InputError, "unknown dtype"),
+        ({"fit": "stretch"}, InputError, "unknown fit"),
+        ({"format": "hdf5"}, InputError, "unknown format"),
+        ({"batch_size": 0}, InputError, "batch_size"),
+        ({"workers": 0}, InputError, "workers"),
+        ({"on_error": "ignore"}, InputError, "on_error"),
+        ({"size": 8}, ImageError, "below one patch"),
+        ({"sources": "nowhere"}, ImageError, "nowhere: no such file or folder"),
+        ({"out": "all.npz", "format": "safetensors"}, InputError, "does not agree with the name"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    model, photos, tmp_path, monkeypatch, change, error, message
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(error, match=message):
+        extract(model, **{"sources": photos, "out": "out", "size": 32, **change})
+    assert files_in(tmp_path / "here") == []

@@ -1,0 +1,144 @@
+"""Atomic writing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from veca import files
+from veca.errors import InputError, OutputError
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_writes_and_makes_folders(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "x.bin"
+    with files.atomic_write(path) as file:
+        file.write(b"one")
+        assert not path.exists()
+    assert path.read_bytes() == b"one"
+    assert leftovers(path.parent) == []
+
+
+def test_text_and_json(tmp_path: Path) -> None:
+    files.atomic_write_text(tmp_path / "x.txt", "größer\n")
+    assert (tmp_path / "x.txt").read_text(encoding="utf-8") == "größer\n"
+    files.atomic_write_json(tmp_path / "x.json", {"a": [1, "é"]})
+    text = (tmp_path / "x.json").read_text(encoding="utf-8")
+    assert json.loads(text) == {"a": [1, "é"]}
+    assert text.endswith("}\n")
+    with pytest.raises(ValueError):
+        files.atomic_write_json(tmp_path / "x.json", {"a": float("nan")})
+    assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [1, "é"]}
+
+
+def test_obeys_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        files.atomic_write_text(tmp_path / "x", "")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_the_middle_leaves_the_old(tmp_path: Path, error: type) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    with pytest.raises(error), files.atomic_write(path) as file:
+        file.write(b"half of the new")
+        raise error
+    assert path.read_bytes() == b"old"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", ["replace", "fsync"])
+def test_a_failing_system_call_leaves_the_old(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.os, step, fail)
+    with pytest.raises(OutputError, match=r"cannot write .*x \(Input/output error\)"):
+        files.atomic_write_text(path, "new")
+    assert path.read_bytes() == b"old"
+    assert leftovers(tmp_path) == []
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for one, in another process."""
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    script = f"""
+import resource, signal
+from veca import files
+from veca.errors import OutputError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+try:
+    with files.atomic_write({str(path)!r}) as file:
+        file.write(b"x" * 100_000)
+except OutputError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert str(path) in done.stdout, done.stderr
+    assert "choose another place" in done.stdout
+    assert path.read_bytes() == b"old"
+    assert leftovers(tmp_path) == []
+
+
+def test_reasons_and_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(code: int) -> None:
+        def replace(*args: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        monkeypatch.setattr(files.os, "replace", replace)
+        files.atomic_write_text(tmp_path / "x", "new")
+
+    with pytest.raises(OutputError, match="No space left on device.*free some space"):
+        fail(errno.ENOSPC)
+    with pytest.raises(OutputError, match="Permission denied.*may write to"):
+        fail(errno.EACCES)
+
+
+def test_targets_that_cannot_be_files(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OutputError, match="it is a folder"):
+        files.atomic_write_text(tmp_path / "folder", "")
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot write"):
+        files.atomic_write_text(tmp_path / "file" / "x", "")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="device or a pipe"):
+        files.atomic_write_text(tmp_path / "pipe", "")
+    with pytest.raises(InputError, match="mode"), files.atomic_write(tmp_path / "x", "ab"):
+        pass
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    files.atomic_write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "new"
+
+
+def test_errors_about_other_files_pass_through(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, files.atomic_write(tmp_path / "x"):
+        (tmp_path / "input").read_bytes()
+    assert not isinstance(caught.value, OutputError)
+    assert list(tmp_path.iterdir()) == []

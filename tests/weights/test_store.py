@@ -1,0 +1,387 @@
+"""Saving and loading: what survives, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import veca
+from veca.errors import ConfigError, InputError, OutputError, VecaError, WeightsError
+from veca.model import Veca, create_model
+from veca.weights import load, read_config, read_provenance, save, store, weights_hash
+
+PLACES = ["folder", "one.safetensors"]
+
+
+def same(a: Veca, b: Veca) -> bool:
+    theirs = b.state_dict()
+    return a.config == b.config and all(torch.equal(t, theirs[n]) for n, t in a.state_dict().items())
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Change the tensors of a file and keep its header's words, but not the recorded hash."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    record = json.loads(metadata["veca_provenance"])
+    del record["tensors_sha256"]
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path, metadata={**metadata, "veca_provenance": json.dumps(record)})
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.fixture
+def folder(tiny: Veca, tmp_path: Path) -> Path:
+    return save(tiny, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_round_trip(tiny: Veca, tmp_path: Path, place: str) -> None:
+    before = torch.get_rng_state()
+    path = save(tiny, tmp_path / "new" / place)
+    assert path == tmp_path / "new" / place
+    model = load(path)
+    assert torch.equal(before, torch.get_rng_state()), "loading draws no random numbers"
+    assert type(model) is Veca
+    assert same(model, tiny)
+    assert not model.training
+    assert all(p.requires_grad for p in model.parameters())
+    images = torch.randn(1, 3, 32, 48)
+    assert torch.equal(model(images, 5).patches, tiny(images, 5).patches)
+
+
+def test_a_folder_holds_three_files(folder: Path, tiny: Veca) -> None:
+    assert sorted(p.name for p in folder.iterdir()) == sorted(store.FILES)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == "veca"
+    assert config["format_version"] == 1
+    assert config["width"] == tiny.config.width
+    for path in folder.iterdir():
+        umask = os.umask(0)
+        os.umask(umask)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_other_files_in_the_folder_stay(folder: Path, tiny: Veca) -> None:
+    (folder / "README.md").write_text("kept")
+    save(tiny, folder)
+    assert (folder / "README.md").read_text() == "kept"
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_saving_over_another_architecture(folder: Path) -> None:
+    other = create_model("tiny", depth=2, num_cores=4, output_width=64)
+    save(other, folder)
+    assert same(load(folder), other)
+    assert read_config(folder) == other.config
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(tiny: Veca, tmp_path: Path, dtype: torch.dtype, place: str) -> None:
+    path = save(tiny, tmp_path / place, dtype=dtype)
+    assert next(tiny.parameters()).dtype == torch.float32, "the model itself is not touched"
+    as_float = load(path)
+    as_stored = load(path, dtype=None)
+    for name, original in tiny.state_dict().items():
+        assert torch.equal(as_float.state_dict()[name], original.to(dtype).float())
+        assert as_stored.state_dict()[name].dtype == dtype
+    assert load(path, dtype=torch.float64).norm.weight.dtype == torch.float64
+
+
+def test_shipping_as_float16_halves_the_file(tiny: Veca, tmp_path: Path) -> None:
+    full = save(tiny, tmp_path / "full.safetensors").stat().st_size
+    half = save(tiny, tmp_path / "half.safetensors", dtype=torch.float16).stat().st_size
+    assert half < 0.6 * full
+
+
+def test_the_loaded_model_does_not_hang_on_the_file(folder: Path, tiny: Veca) -> None:
+    model = load(folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    assert same(model, tiny)
+
+
+def test_one_layer_without_moves(tmp_path: Path) -> None:
+    model = create_model("tiny", depth=1, num_cores=1)
+    assert same(load(save(model, tmp_path / "x.safetensors")), model)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_provenance(tiny: Veca, tmp_path: Path, place: str) -> None:
+    given = {"teacher": "t", "budgets": (8, 16), "data": {"images": 3, "name": "Ångström"}}
+    path = save(tiny, tmp_path / place, provenance={**given, "code_version": "a lie"})
+    read = read_provenance(path)
+    assert read["teacher"] == "t"
+    assert read["budgets"] == [8, 16]
+    assert read["data"] == {"images": 3, "name": "Ångström"}
+    assert read["code_version"] == veca.__version__
+    assert read["format_version"] == 1
+    assert read["tensors_sha256"] == weights_hash(path)
+    if path.is_dir():
+        assert read["file_sha256"] == store.file_hash(path / "model.safetensors")
+        (path / "provenance.json").unlink()
+        assert read_provenance(path)["teacher"] == "t"
+
+
+def test_provenance_of_earlier_tensors_is_not_believed(folder: Path, tiny: Veca) -> None:
+    old = (folder / "provenance.json").read_text()
+    save(create_model(tiny.config), folder, provenance={"teacher": "new"})
+    (folder / "provenance.json").write_text(old)
+    assert read_provenance(folder)["teacher"] == "new"
+
+
+@pytest.mark.parametrize("bad", [{"x": {1, 2}}, {"x": float("nan")}, ["x"], {"x": torch.ones(1)}])
+def test_provenance_must_be_json(tiny: Veca, tmp_path: Path, bad: Any) -> None:
+    with pytest.raises(InputError, match="provenance must"):
+        save(tiny, tmp_path / "x", provenance=bad)
+    assert not (tmp_path / "x").exists()
+
+
+def test_hash(tiny: Veca, tmp_path: Path) -> None:
+    value = weights_hash(tiny)
+    assert re.fullmatch("[0-9a-f]{64}", value)
+    full, half = tmp_path / "full", tmp_path / "half.safetensors"
+    save(tiny, full)
+    save(tiny, half, dtype=torch.float16)
+    assert value == weights_hash(full) == weights_hash(str(full)) == weights_hash(load(full))
+    assert weights_hash(half) != value
+    assert weights_hash(half) == weights_hash(load(half, dtype=None))
+    assert weights_hash(load(half)) != weights_hash(half), "the dtype counts"
+    with torch.no_grad():
+        tiny.norm.bias[0] += 1e-3
+    assert weights_hash(tiny) != value
+
+
+def test_hash_is_the_same_everywhere() -> None:
+    """Caches outlive a version; a change of the definition must be deliberate."""
+    state = {"b": torch.arange(3.0), "a": torch.tensor(2.0, dtype=torch.bfloat16)}
+    expected = "d30a8db4a3a2c52b3c8c3ef2f2ca2ba2"
+    assert store.ts.content_hash(state) == store.ts.content_hash(dict(reversed(state.items())))
+    assert store.ts.content_hash(state)[:32] == expected
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_truncated_anywhere(tiny: Veca, tmp_path: Path, place: str) -> None:
+    path = save(tiny, tmp_path / place)
+    file = store.tensors_file(path)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for length in (0, 1, 7, 8, 9, header // 2, header, header + 1, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        for use in (load, weights_hash, read_provenance):
+            if use is read_provenance and path.is_dir():
+                continue
+            with pytest.raises(WeightsError, match="cut short or damaged") as caught:
+                use(path)
+            assert str(file) in str(caught.value)
+    file.write_bytes(whole + b"x")
+    with pytest.raises(WeightsError, match="cut short or damaged"):
+        load(path)
+    file.write_bytes(whole)
+    assert same(load(path), tiny)
+
+
+def test_a_flipped_bit(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-2] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(WeightsError, match=r"model\.safetensors.*sha256 differs"):
+        load(folder)
+
+
+def test_git_lfs_pointer(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(WeightsError, match="git lfs pull"):
+        load(folder)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_missing_extra_misshapen(tiny: Veca, tmp_path: Path, place: str) -> None:
+    path = save(tiny, tmp_path / place)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["blocks.1.ffn.up.bias"]
+        tensors["blocks.7.surplus"] = torch.ones(2)
+        tensors["bank.tokens"] = torch.ones(8, 31)
+
+    rewrite(store.tensors_file(path), change)
+    with pytest.raises(WeightsError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert "missing: blocks.1.ffn.up.bias" in message
+    assert "extra: blocks.7.surplus" in message
+    assert "bank.tokens has shape [8, 31] instead of [8, 32]" in message
+    assert str(store.tensors_file(path)) in message
+
+
+def test_long_lists_are_cut(folder: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith("blocks.2.")]:
+            del tensors[name]
+
+    rewrite(folder / "model.safetensors", change)
+    with pytest.raises(WeightsError, match=r"missing: (blocks\.2\.[\w.]+, ){4}\S+ and 11 more"):
+        load(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_not_finite(folder: Path, value: float) -> None:
+    rewrite(folder / "model.safetensors", lambda t: t["moves.1.head.weight"][0, 3].fill_(value))
+    with pytest.raises(WeightsError, match=r"NaN or infinite numbers in moves\.1\.head\.weight"):
+        load(folder)
+
+
+def test_not_floating(folder: Path) -> None:
+    rewrite(folder / "model.safetensors", lambda t: t.update({"norm.bias": torch.ones(32).int()}))
+    with pytest.raises(WeightsError, match=r"norm\.bias is I32"):
+        load(folder)
+
+
+def test_a_config_of_other_tensors_is_refused(folder: Path, tiny: Veca) -> None:
+    edit(folder / "config.json", rope_base=50.0)
+    for use in (load, read_config):
+        with pytest.raises(WeightsError, match=r"config\.json does not belong.*rope_base 50\.0"):
+            use(folder)
+    (folder / "config.json").unlink()
+    assert same(load(folder), tiny)
+
+
+def foreign(folder: Path) -> Path:
+    """As another tool would write it: tensors with no words in the header, and a config.json."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file), file)
+    return folder
+
+
+def test_tensors_of_another_tool(folder: Path, tiny: Veca) -> None:
+    foreign(folder)
+    edit(folder / "config.json", architectures=["X"], transformers_version="5", torch_dtype="f")
+    assert same(load(folder), tiny)
+    (folder / "provenance.json").unlink()
+    assert read_provenance(folder) == {}
+    (folder / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"carries no configuration.*no config\.json beside"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[1]", "JSON object of named fields, got list"),
+        ('"x"', "JSON object of named fields, got str"),
+        ('{"widht": 32}', "unknown configuration field 'widht'; did you mean 'width'"),
+        ('{"width": "wide"}', "width must be a whole number"),
+        ('{"width": NaN}', "width must be a whole number"),
+        ('{"norm_eps": Infinity}', "norm_eps must be a finite number"),
+        ('{"format_version": 2}', "format version 2.*reads up to 1; upgrade"),
+        ('{"format_version": "x"}', "format_version must be a whole number"),
+        ('{"model_type": "bert"}', "type 'bert', not 'veca'"),
+        ('{"depth": 1000000000}', "too few"),
+        ('{"width": 4000000000000, "heads": 1}', "config"),
+        ('{"num_cores": 1000000000}', "wrong shape: bank"),
+    ],
+)
+def test_bad_configs(folder: Path, text: str, words: str) -> None:
+    foreign(folder)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=words) as caught:
+        load(folder)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_that_is_not_text(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WeightsError, match=r"cannot read .*config\.json"):
+        load(folder)
+
+
+def test_a_future_header(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    fields = json.loads(metadata["veca_config"])
+    metadata["veca_config"] = json.dumps({**fields, "format_version": 3, "new_field": 1})
+    save_file(load_file(file), file, metadata=metadata)
+    with pytest.raises(WeightsError, match="format version 3.*upgrade"):
+        load(folder)
+
+
+def test_saving_refuses_what_is_not_finite(tiny: Veca, tmp_path: Path) -> None:
+    with torch.no_grad():
+        tiny.blocks[0].attn.q.weight[0, 0] = float("nan")
+    with pytest.raises(WeightsError, match=r"NaN or infinite numbers in blocks\.0\.attn\.q\.weight"):
+        save(tiny, tmp_path / "x")
+    with torch.no_grad():
+        tiny.blocks[0].attn.q.weight[0, 0] = 1e6
+    with pytest.raises(WeightsError, match=r"as torch.float16.*q\.weight.*bfloat16 or float32"):
+        save(tiny, tmp_path / "x", dtype=torch.float16)
+    assert not (tmp_path / "x").exists()
+    save(tiny, tmp_path / "x", dtype=torch.bfloat16)
+
+
+def test_saving_refuses_what_is_no_model(tiny: Veca, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="takes a Veca model, got Linear"):
+        save(torch.nn.Linear(1, 1), tmp_path / "x")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="DataParallel; pass the model inside"):
+        save(torch.nn.DataParallel(tiny), tmp_path / "x")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="dtype must be one of"):
+        save(tiny, tmp_path / "x", dtype=torch.int8)
+    state = tiny.state_dict()
+    del state["norm.bias"]
+    with pytest.raises(WeightsError, match=r"missing: norm\.bias"):
+        store.save_state(state, tiny.config, tmp_path / "x")
+
+
+def test_targets_that_cannot_be_written(tiny: Veca, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(OutputError, match="a file of that name is there"):
+        save(tiny, tmp_path / "file")
+    with pytest.raises(OutputError, match="it is a folder"):
+        save(tiny, tmp_path / "folder.safetensors")
+    with pytest.raises(OutputError, match="cannot write"):
+        save(tiny, tmp_path / "file" / "deeper")
+    with pytest.raises(OutputError, match="cannot write"):
+        save(tiny, "/proc/nowhere/x")
+
+
+def test_bad_arguments_of_load(folder: Path) -> None:
+    with pytest.raises(InputError, match="dtype must be one of float16"):
+        load(folder, dtype=torch.int64)
+    with pytest.raises(InputError, match="device 'nonsense' cannot be used"):
+        load(folder, device="nonsense")
+    with pytest.raises(VecaError, match="backend"):
+        load(folder, backend="nonsense")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="device 'cuda' cannot be used"):
+            load(folder, device="cuda")
+
+
+def test_errors_are_value_errors_too(folder: Path) -> None:
+    edit(folder / "config.json", nonsense=1)
+    with pytest.raises(ValueError) as caught:
+        load(folder)
+    assert isinstance(caught.value.__cause__, ConfigError)
