@@ -4,6 +4,7 @@ from veca import attention
 from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
 from veca.dense import DenseVit
+from veca.engine import compile_for_inference
 from veca.errors import VecaError
 from veca.images import preprocess
 from veca.model import Veca, VecaOutput, create_model
@@ -19,6 +20,7 @@ __all__ = [
     "VecaOutput",
     "__version__",
     "attention",
+    "compile_for_inference",
     "cost",
     "create_model",
     "export_official",

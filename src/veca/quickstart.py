@@ -126,7 +126,15 @@ def table(result: Quickstart) -> tuple[list[str], list[list[str]]]:
     ]
     dense = result.rows[0].cost.dense
     rows.append(
-        ["dense ViT", "100.0%", f"{dense.flops / 1e9:.2f}", f"{result.dense_ms:.1f}", "1.00", "", ""]
+        [
+            "dense ViT",
+            "100.0%",
+            f"{dense.flops / 1e9:.2f}",
+            f"{result.dense_ms:.1f}",
+            "1.00",
+            "",
+            "",
+        ]
     )
     return header, rows
 
@@ -142,9 +150,7 @@ def _model(weights: str | None, device: torch.device | str) -> tuple[str, Veca, 
 
 def _pixels(model: Veca, photo: Image.Image, size: int, device: torch.device | str) -> Tensor:
     c = model.config
-    batch = preprocess(
-        photo, size, patch_size=c.patch_size, mean=c.image_mean, std=c.image_std
-    )
+    batch = preprocess(photo, size, patch_size=c.patch_size, mean=c.image_mean, std=c.image_std)
     return batch.pixels.to(device)
 
 
@@ -191,7 +197,10 @@ def _draw(
         f"{name}-cores.png": (
             viz.strip(
                 [viz.draw_cores(photo, path), *(viz.heat(photo, a) for a in attention[:4])],
-                [f"{most} cores and their ways", *(f"core {i + 1} of 8 looks at" for i in range(4))],
+                [
+                    f"{most} cores and their ways",
+                    *(f"core {i + 1} of 8 looks at" for i in range(4)),
+                ],
             ),
             f"{name}: where the cores travel, and what the first four of eight look at in the "
             "last layer",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import click
 import typer
 
 from veca.cli.bench import bench
@@ -17,28 +17,27 @@ from veca.errors import VecaError
 app = typer.Typer(
     name="veca",
     help="Dense vision features through a few elastic cores, at a cost you can dial.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# Typer's own, wherever it keeps it: recent versions carry a copy of click inside.
+_UsageError: Any = typer.BadParameter.__base__
+
 for command in (quickstart, info, features, bench, import_):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line; bad input is one line on stderr and exit code 2."""
+    args = sys.argv[1:] if args is None else args
     try:
-        result = app(args, prog_name="veca", standalone_mode=False)
-    except click.exceptions.Abort:
+        result = app(args or ["--help"], prog_name="veca", standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
         return _fail("stopped.", 130)
-    except click.UsageError as error:
+    except _UsageError as error:
         return _fail(error.format_message(), 2)
-    except click.ClickException as error:
-        return _fail(error.format_message(), error.exit_code)
     except VecaError as error:
         return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        return _fail("stopped.", 130)
     return result if isinstance(result, int) else 0
 
 

@@ -21,9 +21,7 @@ def draw_cores(photo: Image.Image, path: Sequence[Tensor]) -> Image.Image:
         points = [((x + 1) / 2 * width, (y + 1) / 2 * height) for x, y in (p[core] for p in places)]
         draw.line(points, fill=colour, width=max(1, radius // 2), joint="curve")
         x, y = points[-1]
-        draw.ellipse(
-            (x - radius, y - radius, x + radius, y + radius), fill=colour, outline="black"
-        )
+        draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=colour, outline="black")
     return picture
 
 

@@ -10,7 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 
-def feature_pictures(maps: Sequence[Tensor], size: tuple[int, int] | None = None) -> list[Image.Image]:
+def feature_pictures(
+    maps: Sequence[Tensor], size: tuple[int, int] | None = None
+) -> list[Image.Image]:
     """Pictures of feature maps [D, h, w], coloured together so that colours compare.
 
     The principal directions and the range of each colour are found over all maps at once: equal

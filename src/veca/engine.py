@@ -1,0 +1,301 @@
+"""Fast inference: the same function as `Veca.forward`, arranged for the hardware.
+
+What changes: q, k and v come from one matrix product, rotary tables of the patches are built once
+a grid, each block is one compiled function shared by all layers, residual additions wait for the
+norm that reads them, and on CUDA the whole pass is one graph a (shape, budget), so that nothing
+is launched from Python. What does not change: the outputs, up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+from typing import cast as cast_to
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from veca import rope
+from veca.attention import core_attention
+from veca.errors import InputError
+from veca.model import Block, CoreMove, Veca, VecaOutput, check_budget, check_finite, check_images
+from veca.rope import Rotation
+
+
+class BlockWeights(NamedTuple):
+    """One layer's weights as the engine wants them: q, k and v stacked, and the move before it."""
+
+    norm_attn: tuple[Tensor, Tensor]
+    qkv: tuple[Tensor, Tensor]
+    out: tuple[Tensor, Tensor]
+    norm_ffn: tuple[Tensor, Tensor]
+    up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+    move: tuple[Tensor, Tensor]
+    """Head weight [2, D] and bias [2] in float32, both times alpha; zero in the first layer."""
+
+
+class InferenceEngine:
+    """Runs a model's weights fast. Made by `compile_for_inference`; call it like the model.
+
+    The first call at a new (batch, height, width, budget) prepares it, which takes seconds on
+    CUDA; the last `cache` of them stay prepared. Not thread-safe: CUDA graphs own their buffers.
+    """
+
+    def __init__(
+        self,
+        model: Veca,
+        *,
+        dtype: torch.dtype,
+        compile: bool,
+        graphs: bool,
+        cache: int,
+        check_pixels: bool,
+    ) -> None:
+        self.config = model.config
+        self.dtype = dtype
+        self.device = model.patch_embed.weight.device
+        self.check_pixels = check_pixels
+        self._graphs = graphs
+        self._cache = cache
+        self._prepared: OrderedDict[tuple[int, int, int, int], _Plan] = OrderedDict()
+        self._pack(model)
+        self._embed: Callable[..., Tensor] = _embed
+        self._block: Callable[..., tuple[Tensor, Tensor, Tensor]] = _block
+        self._finish: Callable[..., Tensor] = _finish
+        if compile:
+            # Blocks, not the model: one compilation serves all layers.
+            self._embed = torch.compile(_embed, dynamic=False, fullgraph=True)
+            self._block = torch.compile(_block, dynamic=False, fullgraph=True)
+            self._finish = torch.compile(_finish, dynamic=False, fullgraph=True)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor, cores: int | None = None) -> VecaOutput:
+        """Features of `images` [B, 3, H, W] (float, normalised) at the budget `cores`."""
+        c = self.config
+        budget = check_budget(cores, c.num_cores)
+        grid = check_images(images, c.in_channels, c.patch_size)
+        if self.check_pixels:
+            check_finite(images)
+        plan = self._plan(images.shape[0], grid, budget)
+        tokens, raw = plan.run(images)
+        return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
+
+    def prepare(self, batch: int, size: int | tuple[int, int], cores: int | None = None) -> None:
+        """Compile and capture for one batch size, image size in pixels and budget."""
+        height, width = (size, size) if isinstance(size, int) else size
+        c = self.config
+        images = torch.zeros(
+            batch, c.in_channels, height, width, device=self.device, dtype=self.dtype
+        )
+        self(images, cores)
+
+    def _plan(self, batch: int, grid: tuple[int, int], budget: int) -> _Plan:
+        key = (batch, *grid, budget)
+        plan = self._prepared.pop(key, None)
+        if plan is None:
+            while len(self._prepared) >= self._cache:
+                self._prepared.popitem(last=False)
+            plan = _Plan(self, batch, grid, budget)
+        self._prepared[key] = plan
+        return plan
+
+    def _pack(self, model: Veca) -> None:
+        def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(t.detach().to(self.dtype, copy=True).contiguous() for t in tensors)
+
+        embed = model.patch_embed
+        assert embed.bias is not None
+        # A convolution whose stride is its kernel is a matrix product over patches.
+        self.embed_weight, self.embed_bias = cast(embed.weight.flatten(1), embed.bias)
+        (self.tokens,) = cast(model.bank.tokens)
+        self.coordinates = model.bank.coordinates.detach().float().clone()
+        self.norm = cast(model.norm.weight, model.norm.bias)
+        project = model.project
+        self.project: tuple[Tensor, ...] | None = None
+        if isinstance(project, torch.nn.Linear):
+            self.project = cast(project.weight, project.bias)
+        moves = [None, *(cast_to(CoreMove, move) for move in model.moves)]
+        self.blocks = [
+            _pack_block(cast_to(Block, block), move, cast)
+            for block, move in zip(model.blocks, moves, strict=True)
+        ]
+
+    def forward(
+        self, images: Tensor, budget: int, patch_rotation: Rotation
+    ) -> tuple[Tensor, Tensor]:
+        """The whole pass, eagerly: all tokens [B, T, D'] and the raw coordinates [B, C, 2]."""
+        c = self.config
+        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, self.device)
+        x = self._embed(
+            images, self.embed_weight, self.embed_bias, self.tokens[:budget], c.patch_size
+        )
+        raw = self.coordinates[:budget].expand(x.shape[0], -1, -1).contiguous()
+        delta = torch.zeros_like(x)
+        for weights in self.blocks:
+            x, delta, raw = self._block(
+                x, delta, raw, patch_rotation, periods, weights, budget, c.heads, c.norm_eps
+            )
+        return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
+
+
+class _Plan:
+    """Everything prepared for one (batch, grid, budget)."""
+
+    def __init__(
+        self, engine: InferenceEngine, batch: int, grid: tuple[int, int], budget: int
+    ) -> None:
+        self.engine, self.budget = engine, budget
+        c = engine.config
+        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, engine.device)
+        xy = rope.grid_coordinates(*grid, engine.device)
+        self.rotation = rope.rotation(xy.unsqueeze(0), periods)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if engine._graphs:
+            size = (grid[0] * c.patch_size, grid[1] * c.patch_size)
+            self._capture((batch, c.in_channels, *size))
+
+    def run(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        if self.graph is None:
+            images = images.to(self.engine.device, self.engine.dtype)
+            return self.engine.forward(images, self.budget, self.rotation)
+        self.images.copy_(images)
+        self.graph.replay()
+        # The graph writes into the same memory next time; what we return is the caller's.
+        return self.output[0].clone(), self.output[1].clone()
+
+    def _capture(self, shape: tuple[int, ...]) -> None:
+        engine = self.engine
+        self.images = torch.zeros(shape, device=engine.device, dtype=engine.dtype)
+        side = torch.cuda.Stream(engine.device)
+        side.wait_stream(torch.cuda.current_stream(engine.device))
+        with torch.cuda.stream(side):
+            for _ in range(2):  # compiles kernels and sets up libraries, which capture cannot
+                engine.forward(self.images, self.budget, self.rotation)
+        torch.cuda.current_stream(engine.device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = engine.forward(self.images, self.budget, self.rotation)
+
+
+def compile_for_inference(
+    model: Veca,
+    *,
+    size: int | tuple[int, int] | None = None,
+    cores: int | Sequence[int] | None = None,
+    batch: int = 1,
+    dtype: torch.dtype | None = None,
+    compile: bool | None = None,
+    graphs: bool | None = None,
+    cache: int = 8,
+    check_pixels: bool = False,
+) -> InferenceEngine:
+    """A fast runner of `model`'s weights, which it copies; call the result like the model.
+
+    Args:
+        size, cores, batch: prepare these now (pixels, one or several budgets, images a batch);
+            without `size`, each shape is prepared at its first use.
+        dtype: of the weights and activations; default bfloat16 on CUDA, the model's elsewhere.
+        compile, graphs: torch.compile the blocks, replay CUDA graphs; default yes on CUDA.
+        cache: how many (batch, size, budget) stay prepared.
+        check_pixels: look for NaN pixels on every call; on CUDA that waits for the GPU.
+    """
+    if not isinstance(model, Veca):
+        raise InputError(f"compile_for_inference takes a Veca model, got {type(model).__name__}.")
+    device = model.patch_embed.weight.device
+    on_cuda = device.type == "cuda"
+    if graphs and not on_cuda:
+        raise InputError(
+            f"graphs need a model on CUDA, this one is on {device}; model.cuda() first."
+        )
+    if isinstance(cache, bool) or not isinstance(cache, int) or cache < 1:
+        raise InputError(f"cache must be a whole number of at least 1, got {cache!r}.")
+    engine = InferenceEngine(
+        model,
+        dtype=dtype or (torch.bfloat16 if on_cuda else model.patch_embed.weight.dtype),
+        compile=on_cuda if compile is None else compile,
+        graphs=on_cuda if graphs is None else graphs,
+        cache=cache,
+        check_pixels=check_pixels,
+    )
+    if size is not None:
+        for budget in cores if isinstance(cores, Sequence) else [cores]:
+            engine.prepare(batch, size, budget)
+    return engine
+
+
+def _pack_block(
+    block: Block, move: CoreMove | None, cast: Callable[..., tuple[Tensor, ...]]
+) -> BlockWeights:
+    attn, ffn = block.attn, block.ffn
+    width = attn.q.weight.shape[1]
+    if move is None:
+        step = (attn.q.weight.new_zeros(2, width).float(), attn.q.weight.new_zeros(2).float())
+    else:
+        alpha = move.alpha.detach().float()
+        step = (move.head.weight.detach().float() * alpha, move.head.bias.detach().float() * alpha)
+    parts = (attn.q, attn.k, attn.v)
+    return BlockWeights(
+        norm_attn=cast(block.norm_attn.weight, block.norm_attn.bias),  # type: ignore[arg-type]
+        qkv=cast(torch.cat([p.weight for p in parts]), torch.cat([p.bias for p in parts])),  # type: ignore[arg-type]
+        out=cast(attn.out.weight, attn.out.bias),  # type: ignore[arg-type]
+        norm_ffn=cast(block.norm_ffn.weight, block.norm_ffn.bias),  # type: ignore[arg-type]
+        up=cast(ffn.up.weight, ffn.up.bias),  # type: ignore[arg-type]
+        down=cast(ffn.down.weight, ffn.down.bias),  # type: ignore[arg-type]
+        move=step,
+    )
+
+
+def _embed(images: Tensor, weight: Tensor, bias: Tensor, cores: Tensor, patch: int) -> Tensor:
+    batch, channels, height, width = images.shape
+    rows, columns = height // patch, width // patch
+    patches = images.view(batch, channels, rows, patch, columns, patch)
+    patches = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, -1)
+    patches = F.linear(patches, weight, bias)
+    return torch.cat([cores.expand(batch, -1, -1), patches], dim=1)
+
+
+def _block(
+    x: Tensor,
+    delta: Tensor,
+    raw: Tensor,
+    patch_rotation: Rotation,
+    periods: Tensor,
+    w: BlockWeights,
+    budget: int,
+    heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One layer; `delta` is what the layer before still has to add to `x`."""
+    x = x + delta
+    cores = x[:, :budget].float()
+    # Two outputs a core: a matrix product would cost a launch of its own.
+    raw = raw + (cores.unsqueeze(2) * w.move[0]).sum(dim=-1) + w.move[1]
+    angles = ((2.0 * math.pi) * raw.tanh().unsqueeze(-1) / periods).flatten(-2)
+    core_rotation = Rotation(angles.cos(), angles.sin())
+
+    width = x.shape[-1]
+    y = F.layer_norm(x, (width,), *w.norm_attn, eps)
+    qkv = F.linear(y, *w.qkv).unflatten(-1, (3, heads, -1))
+    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    mixed = core_attention(
+        q, k, v, budget, core_rotation=core_rotation, patch_rotation=patch_rotation
+    )
+    x = x + F.linear(mixed.transpose(1, 2).flatten(2), *w.out)
+    y = F.layer_norm(x, (width,), *w.norm_ffn, eps)
+    gate, value = F.linear(y, *w.up).chunk(2, dim=-1)
+    return x, F.linear(F.silu(gate) * value, *w.down), raw
+
+
+def _finish(
+    x: Tensor,
+    delta: Tensor,
+    norm: tuple[Tensor, Tensor],
+    project: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    x = F.layer_norm(x + delta, (x.shape[-1],), *norm, eps)
+    return x if project is None else F.linear(x, *project)

@@ -1,0 +1,113 @@
+"""The command line as a user meets it: help, one line for every error, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+from veca import create_model, save
+from veca.cli.main import main
+from veca.config import VecaConfig
+
+
+@pytest.fixture
+def weights(tmp_path):
+    model = create_model(VecaConfig(depth=2, width=32, heads=2, num_cores=16))
+    return str(save(model, tmp_path / "weights"))
+
+
+@pytest.fixture
+def photo(tmp_path):
+    path = tmp_path / "photo.jpg"
+    Image.new("RGB", (70, 50), "orange").save(path)
+    return str(path)
+
+
+def test_help_lists_every_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "veca", "--help"], capture_output=True, text=True, check=True
+    )
+    for command in ("quickstart", "info", "features", "bench", "import"):
+        assert command in done.stdout
+
+
+def test_no_arguments_show_the_help(capsys):
+    assert main([]) == 0
+    assert "quickstart" in capsys.readouterr().out
+
+
+def test_info_overview(capsys):
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "veca_small_patch16" in out and "21.6 M" in out and "Attention on" in out
+
+
+def test_info_reproduces_the_published_figures(capsys):
+    assert main(["info", "base", "--size", "512,1024", "--cores", "8,64"]) == 0
+    out = capsys.readouterr().out
+    for figure in ("12.9%", "1.6%", "0.684", "0.299"):
+        assert figure in out
+
+
+def test_info_of_saved_weights(capsys, weights):
+    assert main(["info", weights, "--size", "64", "--cores", "4"]) == 0
+    assert "cores" in capsys.readouterr().out
+
+
+def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):
+    from veca import bench
+
+    init = bench.Plan.__init__
+    monkeypatch.setattr(
+        bench.Plan,
+        "__init__",
+        lambda self, **kwargs: init(self, **{**kwargs, "repeats": 1, "seconds": 0.0}),
+    )
+    out = tmp_path / "out"
+    args = ["quickstart", photo, "--weights", weights, "--size", "64", "--out", str(out)]
+    assert main([*args, "--device", "cpu"]) == 0
+    assert (out / "index.html").is_file() and "dense ViT" in capsys.readouterr().out
+
+
+def _bad_calls(photo, weights, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    out = str(tmp_path / "out")
+    features = ["features", photo, "--weights", weights, "--out"]
+    return [
+        (["inf"], "No such command 'inf'"),
+        (["info", "smal"], "did you mean 'small'"),
+        (["info", "tiny", "--cores", "65"], "from 1 to 64"),
+        (["info", "tiny", "--cores", "0"], "at least 1"),
+        (["info", "tiny", "--cores", "-1"], "at least 1"),
+        (["info", "tiny", "--cores", "2.5"], "whole numbers"),
+        (["info", "tiny", "--size", "15"], "multiples of the patch size"),
+        (["info", "--device", "gpu"], "'gpu' cannot be used"),
+        (["info", "./nowhere"], "nowhere"),
+        (["quickstart", "missing.jpg", "--out", out], "missing.jpg"),
+        (["quickstart", photo, "--weights", "nothing-here", "--out", out], "nothing-here"),
+        (["quickstart", photo, "--weights", weights, "--out", str(blocked)], "file"),
+        ([*features, out, "--cores", "17"], "from 1 to 16"),
+        ([*features, str(blocked / "x")], "file"),
+        (["features", str(empty), "--weights", weights, "--out", out], "empty"),
+        (["features", "nope/*.jpg", "--weights", weights, "--out", out], "nope"),
+        (["bench", "smal", "--out", out], "did you mean 'small'"),
+        (["bench", "tiny", "--sizes", "100", "--out", out], "multiples"),
+        (["import", "missing.pt", "--out", out], "missing.pt"),
+    ]
+
+
+def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path):
+    for args, message in _bad_calls(photo, weights, tmp_path):
+        assert main(args) == 2, args
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1 and captured.err.startswith("veca: "), captured.err
+        assert message in captured.err, (args, captured.err)
+        assert "Traceback" not in captured.err
+    left = sorted(p.name for p in tmp_path.rglob("*") if p.is_file() and "weights" not in p.parts)
+    assert [name for name in left if name not in ("file", "photo.jpg")] == []

@@ -1,0 +1,82 @@
+"""The engine is the model: same outputs at every size and budget, whatever was prepared."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import SMALLEST, stirred
+from veca import compile_for_inference, create_model
+from veca.errors import InputError
+
+
+@pytest.mark.parametrize("output_width", [None, 20])
+def test_same_outputs_as_the_model(output_width):
+    model = stirred(create_model(SMALLEST, output_width=output_width)).eval()
+    engine = compile_for_inference(model, cache=2)
+    for size, cores, batch in (((48, 64), 8, 2), ((32, 80), 1, 1), ((48, 64), 5, 3)):
+        images = torch.randn(batch, 3, *size)
+        with torch.no_grad():
+            expected = model(images, cores=cores)
+        got = engine(images, cores=cores)
+        assert got.grid == expected.grid
+        for name in ("cores", "patches", "core_xy", "cls"):
+            torch.testing.assert_close(
+                getattr(got, name), getattr(expected, name), rtol=1e-5, atol=1e-5
+            )
+
+
+def test_compiled_blocks_give_the_same(tiny):
+    engine = compile_for_inference(tiny, compile=False)
+    engine._block = torch.compile(engine._block, backend="aot_eager", fullgraph=True, dynamic=False)
+    images = torch.randn(2, 3, 48, 64)
+    with torch.no_grad():
+        expected = tiny(images, cores=4).patches
+    torch.testing.assert_close(engine(images, cores=4).patches, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_last_shapes_stay_prepared(tiny):
+    engine = compile_for_inference(tiny, size=32, cores=[2, 4], cache=2)
+    assert list(engine._prepared) == [(1, 2, 2, 2), (1, 2, 2, 4)]
+    engine.prepare(1, (32, 48), 2)
+    assert list(engine._prepared) == [(1, 2, 2, 4), (1, 2, 3, 2)]
+    engine.prepare(1, 32, 4)
+    assert list(engine._prepared) == [(1, 2, 3, 2), (1, 2, 2, 4)]
+
+
+def test_later_changes_of_the_model_do_not_reach_the_engine(tiny):
+    engine = compile_for_inference(tiny)
+    images = torch.randn(1, 3, 32, 32)
+    before = engine(images).patches
+    stirred(tiny)
+    assert torch.equal(engine(images).patches, before)
+
+
+def test_bad_requests_are_named(tiny):
+    engine = compile_for_inference(tiny, check_pixels=True)
+    with pytest.raises(InputError, match="from 1 to 8"):
+        engine(torch.randn(1, 3, 32, 32), cores=9)
+    with pytest.raises(InputError, match="multiples of the patch size"):
+        engine(torch.randn(1, 3, 32, 33))
+    with pytest.raises(InputError, match="NaN"):
+        engine(torch.full((1, 3, 32, 32), float("nan")))
+    with pytest.raises(InputError, match="model on CUDA"):
+        compile_for_inference(tiny, graphs=True)
+    with pytest.raises(InputError, match="takes a Veca model"):
+        compile_for_inference(torch.nn.Linear(2, 2))
+    with pytest.raises(InputError, match="cache must be"):
+        compile_for_inference(tiny, cache=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_graphs_on_cuda_give_the_models_outputs():
+    model = stirred(create_model("tiny"), 0.01).cuda().eval()
+    engine = compile_for_inference(model, size=256, cores=[8, 64], batch=2)
+    for cores in (8, 64, 8):
+        images = torch.randn(2, 3, 256, 256, device="cuda")
+        with torch.no_grad():
+            expected = model(images, cores=cores)
+        got = engine(images, cores=cores)
+        error = (got.patches.float() - expected.patches).norm() / expected.patches.norm()
+        assert error < 2e-2
+        assert (got.core_xy - expected.core_xy).abs().max() < 2e-2

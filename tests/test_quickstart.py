@@ -1,0 +1,69 @@
+"""The first look, on a small model: table, pictures and page belong together."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from PIL import Image
+
+from veca import bench, create_model, save
+from veca.config import VecaConfig
+from veca.quickstart import BUDGETS, bundled_photos, quickstart, table
+
+
+@pytest.fixture
+def weights(tmp_path):
+    model = create_model(VecaConfig(depth=2, width=32, heads=2, num_cores=64))
+    return str(save(model, tmp_path / "weights"))
+
+
+def test_bundled_photos_have_credits():
+    photos = bundled_photos()
+    assert 1 <= len(photos) <= 5
+    credits = (photos[0].parent / "CREDITS.md").read_text()
+    for photo in photos:
+        assert f"`{photo.name}`" in credits
+        with Image.open(photo) as image:
+            assert min(image.size) >= 256
+
+
+def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
+    monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
+    out = tmp_path / "out"
+    result = quickstart(out, bundled_photos()[:2], weights=weights, size=64)
+    assert [row.cores for row in result.rows] == list(BUDGETS)
+    assert result.trained and result.dense_ms > 0
+    full = result.rows[-1]
+    assert full.cls_agreement == pytest.approx(1) and full.patch_agreement == pytest.approx(1)
+    assert all(row.ms > 0 and -1 <= row.cls_agreement <= 1.0001 for row in result.rows)
+    assert result.rows[0].patch_agreement < 1
+
+    page = result.page.read_text()
+    sources = re.findall(r'<img src="([^"]+)"', page)
+    assert len(sources) == 4
+    for source in sources:
+        with Image.open(out / source) as picture:
+            assert picture.width > 400
+    header, rows = table(result)
+    for cell in (*header, *rows[0], *rows[-1]):
+        assert cell in page
+    assert "random weights" not in page
+
+
+def test_fresh_weights_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
+    monkeypatch.setattr("veca.quickstart.find", lambda name: None)
+    monkeypatch.setattr("veca.quickstart.BUDGETS", (8, 64))
+    state = torch.random.get_rng_state()
+    result = quickstart(tmp_path / "out", bundled_photos()[:1], size=64)
+    assert not result.trained and "random weights" in result.page.read_text()
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def _quick(init):
+    def patched(self, **kwargs):
+        init(self, **{**kwargs, "repeats": 1, "seconds": 0.0})
+
+    return patched
