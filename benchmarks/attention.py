@@ -1,0 +1,156 @@
+"""Core attention on a GPU: one pass, two SDPA calls, dense flash, dense cuDNN; in one run.
+
+    PYTHONPATH=src python benchmarks/attention.py
+
+Correctness first (against the float64 definition), then times under CUDA graphs over several
+input sets, so that neither launches nor the cache flatter anyone. Writes results/attention.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from common import (
+    RESULTS,
+    capture,
+    copy_bandwidth,
+    peak_memory,
+    print_table,
+    time_side_by_side,
+    write_csv,
+)
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from veca import rope
+from veca.attention import core_attention
+
+SHAPES = ((1, 4096), (1, 16384), (32, 256), (32, 1024), (8, 4096))
+HEADS, WIDTH = 12, 64
+
+
+def inputs(batch: int, tokens: int, grad: bool) -> list[Tensor]:
+    """q, k, v as a fused projection leaves them: slices of one [B, T, 3, H, d] buffer."""
+    packed = torch.randn(batch, tokens, 3, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    return [x.transpose(1, 2).detach().requires_grad_(grad) for x in packed.unbind(2)]
+
+
+def tables(batch: int, cores: int, patches: int) -> dict[str, rope.Rotation]:
+    periods = rope.periods(WIDTH, 100.0, 0.125, torch.device("cuda"))
+    core_xy = torch.rand(batch, cores, 2, device="cuda") * 2 - 1
+    patch_xy = torch.rand(1, patches, 2, device="cuda") * 2 - 1
+    return {
+        "core_rotation": rope.rotation(core_xy, periods),
+        "patch_rotation": rope.rotation(patch_xy, periods),
+    }
+
+
+def contenders(
+    batch: int, patches: int, cores: int
+) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    turn = tables(batch, cores, patches)
+
+    def dense(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(
+                    q[:, :, cores:], k[:, :, cores:], v[:, :, cores:]
+                )
+
+        return run
+
+    return {
+        "one pass": lambda q, k, v: core_attention(q, k, v, cores, backend="triton"),
+        "one pass, rotating": lambda q, k, v: core_attention(
+            q, k, v, cores, backend="triton", **turn
+        ),
+        "two SDPA": lambda q, k, v: core_attention(q, k, v, cores, backend="sdpa"),
+        "two SDPA, rotating": lambda q, k, v: core_attention(q, k, v, cores, backend="sdpa", **turn),
+        "dense flash": dense(SDPBackend.FLASH_ATTENTION),
+        "dense cuDNN": dense(SDPBackend.CUDNN_ATTENTION),
+    }
+
+
+def check(cores: int) -> None:
+    """Values and gradients of the kernels against the definition in float64."""
+    for patches in (1000, 4097):
+        q, k, v = inputs(2, cores + patches, grad=True)
+        turn = tables(2, cores, patches)
+        upstream = torch.randn_like(q)
+        got = core_attention(q, k, v, cores, backend="triton", **turn)
+        grads = torch.autograd.grad(got, (q, k, v), upstream)
+        wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        exact = core_attention(*wide, cores, backend="reference", **turn)
+        exact_grads = torch.autograd.grad(exact, wide, upstream.double())
+        for name, a, b in zip(
+            ("out", "dq", "dk", "dv"), (got, *grads), (exact, *exact_grads), strict=True
+        ):
+            error = ((a.double() - b).norm() / b.norm()).item()
+            if not error < 1e-2:
+                raise SystemExit(f"{name} is wrong: relative error {error} at C={cores} N={patches}")
+
+
+def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, object]:
+    tokens = patches + cores
+    size = batch * tokens * HEADS * WIDTH * 2
+    sets = max(2, min(8, 400_000_000 // (4 * size)))
+    runs = contenders(batch, patches, cores)
+    row: dict[str, object] = {"batch": batch, "patches": patches, "cores": cores}
+
+    forward_sets = [inputs(batch, tokens, grad=False) for _ in range(sets)]
+    with torch.inference_mode():
+        calls = {n: capture([lambda r=run, s=s: r(*s) for s in forward_sets]) for n, run in runs.items()}
+        times = {n: ms / sets for n, ms in time_side_by_side(calls).items()}
+    row |= {f"{name} ms": ms for name, ms in times.items()}
+    for name in ("one pass", "one pass, rotating"):
+        row[f"{name}, share of copy"] = 4 * size / times[name] / 1e9 / peak
+    row["vs two SDPA"] = times["two SDPA"] / times["one pass"]
+    row["vs dense cuDNN"] = times["dense cuDNN"] / times["one pass"]
+    del calls, forward_sets
+
+    training_sets = [inputs(batch, tokens, grad=True) for _ in range(min(sets, 3))]
+
+    def both(run: Callable[..., Tensor], qkv: list[Tensor], upstream: Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(run(*qkv), qkv, upstream)
+
+    upstream = torch.randn(batch, tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    upstream = upstream.transpose(1, 2)
+    calls, memory = {}, {}
+    for name in ("one pass", "one pass, rotating", "two SDPA", "two SDPA, rotating"):
+        steps = [both(runs[name], qkv, upstream) for qkv in training_sets]
+        memory[name] = peak_memory(steps[0])
+        calls[name] = capture(steps)
+    step = {n: ms / len(training_sets) for n, ms in time_side_by_side(calls).items()}
+    row |= {f"{name} fwd+bwd ms": ms for name, ms in step.items()}
+    row["fwd+bwd vs two SDPA"] = step["two SDPA"] / step["one pass"]
+    row["fwd+bwd vs two SDPA, rotating"] = step["two SDPA, rotating"] / step["one pass, rotating"]
+    row |= {f"{name} fwd+bwd MiB": mib for name, mib in memory.items()}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--cores", type=int, nargs="+", default=[64, 8])
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    for cores in options.cores:
+        check(cores)
+    peak = copy_bandwidth()
+    rows = [measure(b, n, c, peak) | {"copy TB/s": peak} for c in options.cores for b, n in SHAPES]
+    write_csv("attention", rows, options.out)
+    for part in ("ms", "share", "vs", "MiB"):
+        keep = ("batch", "patches", "cores")
+        print_table(
+            [{k: v for k, v in row.items() if k in keep or part in k.split(" ")[-1:] + k.split()} for row in rows]
+        )
+        print()
+    print(f"copy bandwidth {peak:.2f} TB/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the GPU benchmarks share: graph timing side by side, the two ceilings, and the CSV."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from veca.bench import machine
+from veca.files import atomic_write
+
+RESULTS = Path(__file__).parent / "results"
+Call = Callable[[], object]
+
+
+def capture(calls: Sequence[Call]) -> Call:
+    """Several calls as one CUDA graph: no launch overhead, and as many input sets as calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def time_side_by_side(
+    contenders: dict[str, Call], *, seconds: float = 0.6, rounds: int = 5
+) -> dict[str, float]:
+    """Median milliseconds of each contender; they take turns, so that all share slow moments."""
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    for call in contenders.values():
+        call()
+    torch.cuda.synchronize()
+    spent = 0.0
+    while spent < seconds * 1e3 * len(contenders) or len(next(iter(samples.values()))) < rounds:
+        for name, call in contenders.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            samples[name].append(begin.elapsed_time(end))
+            spent += samples[name][-1]
+        if len(next(iter(samples.values()))) >= 200:
+            break
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def peak_memory(call: Call) -> float:
+    """MiB that one call allocates at its peak, beyond what was there before."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a large device-to-device copy, bytes read plus bytes written."""
+    source = torch.randn(2**29, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    ms = time_side_by_side({"copy": lambda: target.copy_(source)}, seconds=0.3)["copy"]
+    return 2 * source.numel() * 2 / ms / 1e9
+
+
+def matmul_rate() -> float:
+    """TFLOP/s of a large bfloat16 matrix product."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    ms = time_side_by_side({"matmul": lambda: a @ b}, seconds=0.3)["matmul"]
+    return 2 * 8192**3 / ms / 1e9
+
+
+def write_csv(name: str, rows: Sequence[dict[str, object]], folder: Path = RESULTS) -> Path:
+    """Rows with the machine's facts beside them, as results/NAME.csv."""
+    facts = asdict(machine("cuda"))
+    columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
+    path = folder / f"{name}.csv"
+    with atomic_write(path, "w") as file:
+        table = csv.DictWriter(file, columns, lineterminator="\n", restval="")
+        table.writeheader()
+        for row in rows:
+            cells = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
+            table.writerow({**cells, **facts})
+    return path
+
+
+def print_table(rows: Sequence[dict[str, object]]) -> None:
+    """A short aligned table, the last thing a benchmark prints."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    text = [
+        [f"{v:.4g}" if isinstance(v := row.get(c, ""), float) else str(v) for c in columns]
+        for row in rows
+    ]
+    widths = [max(len(c), *(len(line[i]) for line in text)) for i, c in enumerate(columns)]
+    for line in [columns, *text]:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
