@@ -50,6 +50,13 @@ def test_both_forms_of_rotate_agree(dtype):
     torch.testing.assert_close(complex_form, real_form)
 
 
+def test_tables_of_lower_precision_are_taken():
+    x = torch.randn(1, 2, 5, 16)
+    tables = rope.rotation(torch.rand(1, 5, 2), rope.periods(16, 100.0, 0.125))
+    low = rope.Rotation(*(table.bfloat16() for table in tables))
+    torch.testing.assert_close(rope.rotate(x, low), rope.rotate(x, tables), rtol=2e-2, atol=2e-2)
+
+
 def test_rotate_takes_any_strides():
     tables = rope.rotation(torch.rand(1, 4, 2), rope.periods(8, 100.0, 0.125))
     x = torch.randn(1, 2, 4, 8)

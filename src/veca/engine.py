@@ -152,7 +152,9 @@ class _Plan:
         c = engine.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, engine.device)
         xy = rope.grid_coordinates(*grid, engine.device)
-        self.rotation = rope.rotation(xy.unsqueeze(0), periods)
+        # In the engine's dtype: the kernels read half as much, and round q and k to it anyway.
+        tables = rope.rotation(xy.unsqueeze(0), periods)
+        self.rotation = Rotation(*(table.to(engine.dtype) for table in tables))
         self.graph: torch.cuda.CUDAGraph | None = None
         if engine._graphs:
             size = (grid[0] * c.patch_size, grid[1] * c.patch_size)
@@ -275,7 +277,7 @@ def _block(
     # Two outputs a core: a matrix product would cost a launch of its own.
     raw = raw + (cores.unsqueeze(2) * w.move[0]).sum(dim=-1) + w.move[1]
     angles = ((2.0 * math.pi) * raw.tanh().unsqueeze(-1) / periods).flatten(-2)
-    core_rotation = Rotation(angles.cos(), angles.sin())
+    core_rotation = Rotation(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
 
     width = x.shape[-1]
     y = F.layer_norm(x, (width,), *w.norm_attn, eps)

@@ -90,13 +90,23 @@ def commit(temporary: Path, path: str | os.PathLike[str]) -> None:
     with output_errors(path):
         flush(temporary)
         os.replace(temporary, target)  # noqa: PTH105
-        _flush_folder(target.parent)
+        flush_folder(target.parent)
 
 
 def flush(path: Path) -> None:
     """Wait until a file's content is on the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Make a rename or a removal durable where folders can be flushed (not on Windows)."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 @contextlib.contextmanager
@@ -147,13 +157,3 @@ def _is_near(filename: object, path: str | os.PathLike[str]) -> bool:
     ours = actual == wanted or actual.name.startswith(f".{wanted.name}.")
     beside = ours and actual.parent == wanted.parent
     return beside or actual in wanted.parents or wanted in actual.parents
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make a rename durable where folders can be flushed (not on Windows)."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

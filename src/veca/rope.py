@@ -69,7 +69,7 @@ def rotation(xy: Tensor, periods: Tensor) -> Rotation:
 
 def rotate(x: Tensor, tables: Rotation) -> Tensor:
     """Rotate the channel pairs of `x` [B, H, T, d] in float32 at least; the dtype is kept."""
-    cos, sin = (table.unsqueeze(1) for table in tables)
+    cos, sin = (_widened(table).unsqueeze(1) for table in tables)
     if torch.compiler.is_compiling() or x.device.type in ("mps", "meta"):
         # Compilers fuse real arithmetic and cannot see through complex numbers.
         even, odd = _widened(x).unflatten(-1, (-1, 2)).unbind(-1)

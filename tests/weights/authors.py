@@ -71,7 +71,7 @@ def shapes(c: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return out
 
 
-def state(c: dict[str, Any], scale: float = 0.1) -> dict[str, Tensor]:
+def state(c: dict[str, Any], scale: float = 0.05) -> dict[str, Tensor]:
     """Random weights in their layout."""
     tensors = {name: torch.randn(shape) * scale for name, shape in shapes(c).items()}
     for name in tensors:
@@ -106,9 +106,7 @@ def forward(s: dict[str, Tensor], c: dict[str, Any], images: Tensor, budget: int
             name = f"pos_linears.{layer - 1}"
             step = linear(x[:, :budget], s[f"{name}.weight"], s[f"{name}.bias"])
             raw = raw + s["pos_alpha"][layer - 1] * step
-        places = torch.cat(
-            [raw.tanh().expand(batch, -1, -1), grid.expand(batch, -1, -1)], dim=1
-        )
+        places = torch.cat([raw.tanh().expand(batch, -1, -1), grid.expand(batch, -1, -1)], dim=1)
         x = _block(s, c, f"blocks.{layer}", x, _angles(places, c), seen)
 
     x = layer_norm(x, (width,), s["final_norm.weight"], s["final_norm.bias"], 1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -89,65 +90,79 @@ def test_a_single_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-# Each stops for ever at one point of a save; the test kills it there.
+# Points of a save at which the machine may die, and which set is there afterwards.
 STOPS = {
     "half the tensors written": "old",
     "all written, nothing renamed": "old",
-    "old config gone, tensors not yet": "old",
-    "tensors renamed, config not yet": "new",
-    "config renamed, provenance not yet": "new",
+    "old config gone, tensors not renamed": "old",
+    "tensors renamed, config not renamed": "new",
+    "config renamed, provenance not renamed": "new",
 }
-CHILD = """
+# One process for each, which stops for ever at its point; forked, because torch is slow to import.
+SAVERS = """
 import os, sys, time
 from veca import create_model, files
 from veca.weights import save, store
 
-path, stop, changes = sys.argv[1], sys.argv[2], eval(sys.argv[3])
-model = create_model("tiny", **changes)
+folder, stops, changes = sys.argv[1], sys.argv[2].split(";"), eval(sys.argv[3])
 
 def halt(*args, **kwargs):
-    print("stopped", flush=True)
+    os.write(1, f"{os.getpid()};{stop}\\n".encode())
     time.sleep(600)
 
-if stop == "half the tensors written":
-    def write(state, target, metadata):
-        target.write_bytes(b"x" * 1000)
+def write_half(state, target, metadata):
+    target.write_bytes(b"x" * 1000)
+    halt()
+
+def replace(*args):
+    global renames
+    if renames == index - 2:
         halt()
-    store.save_file = write
-elif stop == "all written, nothing renamed":
-    store._without_stale_config = halt
-else:
-    real, renames = os.replace, 0
-    last = ["tensors not yet", "config not yet", "provenance not yet"]
-    wanted = [i for i, words in enumerate(last) if stop.endswith(words)][0]
-    def replace(*args):
-        global renames
-        if renames == wanted:
-            halt()
-        renames += 1
-        real(*args)
-    files.os.replace = replace
-save(model, path, provenance={"teacher": "new"})
+    renames += 1
+    rename(*args)
+
+rename, renames = os.replace, 0
+children = []
+for index, stop in enumerate(stops):
+    child = os.fork()
+    if child:
+        children.append(child)
+        continue
+    if index == 0:
+        store.save_file = write_half
+    elif index == 1:
+        store._without_stale_config = halt
+    else:
+        files.os.replace = replace
+    save(create_model("tiny", **changes), f"{folder}/{index}", provenance={"teacher": "new"})
+    os._exit(1)
+for child in children:
+    os.waitpid(child, 0)
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed(tmp_path: Path) -> None:
-    running = []
-    for i, stop in enumerate(STOPS):
-        path = tmp_path / str(i)
-        save(create_model("tiny", **OLD), path, provenance={"teacher": "old"})
-        command = [sys.executable, "-c", CHILD, str(path), stop, repr(NEW)]
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        running.append((stop, path, child))
-    for stop, path, child in running:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "stopped\n", stop
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
-        assert version(path) == STOPS[stop], stop
-        if stop.startswith("old config gone"):
-            assert not (path / "config.json").exists()
+    for index in range(len(STOPS)):
+        save(create_model("tiny", **OLD), tmp_path / str(index), provenance={"teacher": "old"})
+    command = [sys.executable, "-c", SAVERS, str(tmp_path), ";".join(STOPS), repr(NEW)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as savers:
+        assert savers.stdout is not None
+        try:
+            reached = [savers.stdout.readline().rstrip().partition(";") for _ in STOPS]
+            assert {stop for _, _, stop in reached} == set(STOPS)
+            for pid, _, _ in reached:
+                os.kill(int(pid), signal.SIGKILL)
+            assert savers.wait() == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(savers.pid, signal.SIGKILL)
+    for index, (stop, expected) in enumerate(STOPS.items()):
+        path = tmp_path / str(index)
+        assert version(path) == expected, stop
+        assert (path / "config.json").exists() == (index not in (2, 3)), stop
         # The next save works, and the folder is in order again.
         save(new(), path, provenance={"teacher": "new"})
         assert version(path) == "new"

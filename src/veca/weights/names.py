@@ -84,8 +84,8 @@ def _by_name(name: str, wanted: Sequence[str]) -> Path:
             return hub.download(NAMED[candidate], wanted)
     if not any(candidate in PRESETS for candidate in _spellings(name)):
         raise WeightsError(
-            f"no weights are called {suggest(name, _known())} Nor is there a file or a folder of "
-            "that name here."
+            f"no weights are called {suggest(name, _known(name))} Nor is there a file or a folder "
+            "of that name here."
         )
     looked = ", ".join(str(folder) for folder in _folders())
     raise WeightsError(
@@ -102,8 +102,11 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _known() -> list[str]:
-    return sorted({*PRESETS, *NAMED, *available()})
+def _known(like: str = "veca_") -> list[str]:
+    """Every name there is; presets by their short names, unless the one asked for is a long one."""
+    short = not like.startswith("veca_")
+    presets = (n.removeprefix("veca_").removesuffix("_patch16") if short else n for n in PRESETS)
+    return sorted({*presets, *NAMED, *available()})
 
 
 def _spellings(name: str) -> tuple[str, str]:

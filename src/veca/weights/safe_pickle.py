@@ -140,9 +140,7 @@ def read(path: Path) -> object:
             if order in archive.NameToInfo and archive.read(order) == b"big":
                 raise WeightsError(f"{path} was written on a big-endian machine; save it on a PC.")
             program = archive.read(f"{root}data.pkl")
-            # Extension codes name objects by number, past `find_class`; torch never writes them.
-            if any(code.name.startswith("EXT") for code, _, _ in pickletools.genops(program)):
-                raise WeightsError(f"{path} uses pickle extension codes, which weights never do.")
+            _refuse_codes(program, path)
             return _Unpickler(program, archive, root, path).load()
     except WeightsError:
         raise
@@ -150,6 +148,15 @@ def read(path: Path) -> object:
         raise WeightsError(f"cannot read {path} ({error}); fetch it again.") from error
     except Exception as error:  # a pickle can fail in any way; none is more than a bad file
         raise WeightsError(f"{path} is not a readable checkpoint ({error}).") from error
+
+
+def _refuse_codes(program: bytes, path: Path) -> None:
+    """Refuse what torch never writes and `find_class` does not see."""
+    for code, argument, _ in pickletools.genops(program):
+        if code.name.startswith("EXT"):  # names an object by a number
+            raise WeightsError(f"{path} uses pickle extension codes, which weights never do.")
+        if code.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(program):
+            raise WeightsError(f"{path} asks for more memory than it can need; fetch it again.")
 
 
 def _root(archive: zipfile.ZipFile, path: Path) -> str:

@@ -64,7 +64,8 @@ def save(
         The path written.
     """
     if not isinstance(model, Veca):
-        hint = "; pass the model inside it" if hasattr(model, "module") else ""
+        wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
+        hint = "; pass the model inside it" if wrapped else ""
         raise InputError(f"save takes a Veca model, got {type(model).__name__}{hint}.")
     return save_state(model.state_dict(), model.config, path, provenance=provenance, dtype=dtype)
 
@@ -140,7 +141,9 @@ def _write_folder(
     config: VecaConfig,
     record: dict[str, Any],
 ) -> None:
-    if folder.exists() and not folder.is_dir():
+    with files.output_errors(folder):
+        taken = folder.exists() and not folder.is_dir()
+    if taken:
         raise OutputError(
             f"cannot write the folder {folder}: a file of that name is there; choose another name, "
             f"or one ending in {SUFFIX} for a single file."
@@ -160,14 +163,14 @@ def _write_folder(
         for path in (new_tensors, new_config, new_provenance):
             files.flush(path)
 
-        with _without_stale_config(config_path, new_config, tensors_path):
+        with _without_stale_config(config_path, new_config, tensors_path, new_tensors):
             files.commit(new_tensors, tensors_path)
         files.commit(new_config, config_path)
         files.commit(new_provenance, provenance_path)
 
 
 @contextmanager
-def _without_stale_config(old: Path, new: Path, tensors: Path) -> Iterator[None]:
+def _without_stale_config(old: Path, new: Path, tensors: Path, new_tensors: Path) -> Iterator[None]:
     """Take the old config.json away while its tensors are replaced, if it is another one.
 
     Old tensors without it still load, as do new ones: each carry their own configuration. Old
@@ -178,11 +181,12 @@ def _without_stale_config(old: Path, new: Path, tensors: Path) -> Iterator[None]
         yield
         return
     old.unlink()
+    files.flush_folder(old.parent)
     try:
         yield
-    except BaseException:
-        old.write_bytes(text)
-        raise
+    finally:
+        if new_tensors.exists():  # they were not renamed: the old ones are still in place
+            old.write_bytes(text)
 
 
 def _carries_config(path: Path) -> bool:
@@ -348,7 +352,8 @@ def _check_layout(header: _Header, config: VecaConfig) -> None:
             f"{header.path}: {len(header.shapes)} tensors are too few for the configuration's "
             f"{config.depth} blocks; {_FETCH_AGAIN}."
         )
-    problems = ts.differences(header.shapes, ts.shapes(ts.blank(config).state_dict()))
+    model = ts.blank(config, where=f"the configuration of {header.path}")
+    problems = ts.differences(header.shapes, ts.shapes(model.state_dict()))
     if problems:
         raise WeightsError(
             f"{header.path}: the tensors do not fit the configuration; {'; '.join(problems)}."

@@ -24,13 +24,13 @@ class _Unset(Veca):
         pass
 
 
-def blank(config: VecaConfig, backend: str = "auto") -> Veca:
+def blank(config: VecaConfig, backend: str = "auto", where: str = "the configuration") -> Veca:
     """The model without memory for its weights (on torch's meta device), to put others in."""
     try:
         with torch.device("meta"):
             model: Veca = _Unset(config, backend=backend)
     except RuntimeError as error:
-        raise WeightsError(f"no model can be that large: {error}.") from error
+        raise WeightsError(f"{where} describes a model too large to exist: {error}.") from error
     model.__class__ = Veca
     return model
 

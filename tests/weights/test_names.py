@@ -1,0 +1,322 @@
+"""Names, paths and hub ids: what each one finds, and what is said when nothing is there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+
+from veca.errors import InputError, WeightsError
+from veca.model import Veca
+from veca.weights import (
+    available,
+    find,
+    hub,
+    load,
+    names,
+    read_config,
+    read_provenance,
+    save,
+    weights_hash,
+)
+
+NAME = "veca_small_patch16"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No weights in the package, in the clone, in the cache or in the working folder."""
+    package = tmp_path / "clone" / "src" / "veca"
+    package.mkdir(parents=True)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(names, "_PACKAGE", package)
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a test must not reach for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    clone = tmp_path / "clone"
+    return [clone / "src" / "veca" / "assets" / "weights", clone / "weights", tmp_path / "cache"]
+
+
+def test_the_order_of_places(tiny: Veca, tmp_path: Path, places: list[Path]) -> None:
+    (tmp_path / "clone" / "pyproject.toml").touch()
+    assert find("small") is None
+    assert available() == []
+    for place in reversed(places):
+        save(tiny, place / NAME, provenance={"place": str(place)})
+        assert find("small") == find(NAME) == place / NAME
+        assert available() == [NAME]
+        assert read_provenance("small")["place"] == str(place)
+    assert torch.equal(load("small").norm.bias, tiny.norm.bias)
+    assert read_config(NAME) == tiny.config
+    assert weights_hash("small") == weights_hash(tiny)
+
+
+def test_a_clone_is_known_by_its_pyproject(tiny: Veca, tmp_path: Path) -> None:
+    save(tiny, tmp_path / "clone" / "weights" / NAME)
+    assert find(NAME) is None
+
+
+def test_other_names(tiny: Veca, places: list[Path]) -> None:
+    save(tiny, places[2] / "my-own.v2")
+    (places[2] / "empty").mkdir()
+    assert available() == ["my-own.v2"]
+    assert load("my-own.v2").config == tiny.config
+    with pytest.raises(WeightsError, match=r"'my-own.v3'; did you mean 'my-own.v2'"):
+        load("my-own.v3")
+
+
+@pytest.mark.parametrize("name", ["../x", "..", ".hidden", "a/b", "", "x\0", "/etc"])
+def test_names_lead_nowhere_else(name: str) -> None:
+    assert find(name) is None
+
+
+def test_a_known_name_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "clone" / "pyproject.toml").touch()
+    with pytest.raises(WeightsError) as caught:
+        load("small")
+    message = str(caught.value)
+    for words in ("assets/weights", "clone/weights", "cache", "create_model('small')"):
+        assert words in message
+    assert "veca import" in message
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(
+        WeightsError, match="'veca_smal_patch16'; did you mean 'veca_small_patch16'"
+    ):
+        load("veca_smal_patch16")
+    with pytest.raises(WeightsError, match="'smal'; did you mean 'small'"):
+        load("smal")
+    with pytest.raises(WeightsError, match=r"no weights are called 'checkpoint.pt'"):
+        load("checkpoint.pt")
+
+
+def test_an_existing_path_wins(tiny: Veca, places: list[Path], tmp_path: Path) -> None:
+    save(tiny, places[2] / NAME)
+    work = tmp_path / "work"
+    (work / NAME).mkdir()
+    assert names.locate(NAME) == places[2] / NAME, "a folder without weights does not count"
+    save(tiny, work / NAME)
+    assert names.locate(NAME) == Path(NAME)
+    save(tiny, work / "owner" / "name")
+    assert names.locate("owner/name") == Path("owner/name")
+    save(tiny, work / "x.safetensors")
+    assert load("x.safetensors").config == tiny.config
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "./small",
+        "/no/such",
+        "/small",
+        "~/no-such-thing",
+        "~nobody-of-this-name/x",
+        "x.safetensors",
+        "a/x.safetensors",
+        "a/b/c",
+        "a/",
+        "../a",
+        "a\\b",
+        "x\0y",
+        "x" * 5000 + "/y/z",
+        Path("owner/name"),
+        Path("small"),
+    ],
+)
+def test_missing_paths_are_not_sent_to_the_hub(source: Any) -> None:
+    with pytest.raises(WeightsError, match=r"there is no .*check the path"):
+        load(source)
+
+
+@pytest.mark.parametrize("source", [None, 3, "", b"", ["x"]])
+def test_sources_that_name_nothing(source: Any) -> None:
+    with pytest.raises(InputError, match="weights are named by a string or a path"):
+        load(source)
+
+
+def test_wrong_kinds_of_files(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(b"PK")
+    with pytest.raises(WeightsError, match="import_official"):
+        load(tmp_path / "x.pt")
+    with pytest.raises(WeightsError, match=r"holds no model.safetensors"):
+        load(tmp_path)
+
+
+# ------------------------------------------------------------------------------------- the hub
+
+
+class Hub:
+    """Stands in for the hub's client; says what it was asked."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.trouble: Exception | None = None
+        self.calls: list[dict[str, Any]] = []
+
+    def model_info(self, name: str, **options: Any) -> None:
+        self.calls.append({"name": name, **options})
+        if self.trouble is not None:
+            raise self.trouble
+
+    def snapshot_download(self, name: str, **options: Any) -> str:
+        self.calls.append({"name": name, **options})
+        if self.folder is None:
+            raise FileNotFoundError("not in the cache")
+        return str(self.folder)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Hub:
+    fake = Hub()
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: fake)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake.snapshot_download)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("repo", "revision"),
+    [("owner/name", None), ("owner/name@v1.0", "v1.0"), ("owner/name@refs/pr/1", "refs/pr/1")],
+)
+def test_download(fake: Hub, tiny: Veca, tmp_path: Path, repo: str, revision: Any) -> None:
+    fake.folder = save(tiny, tmp_path / "snapshot")
+    assert load(repo).config == tiny.config
+    asked, fetched = fake.calls
+    assert asked["name"] == fetched["name"] == "owner/name"
+    assert asked["revision"] == fetched["revision"] == revision
+    assert 0 < asked["timeout"] <= 10
+    assert 0 < fetched["etag_timeout"] <= 10
+    assert fetched["allow_patterns"] == ["model.safetensors", "config.json", "provenance.json"]
+    assert fetched["local_files_only"] is False
+
+
+def test_looking_without_tensors(fake: Hub, tiny: Veca, tmp_path: Path) -> None:
+    fake.folder = save(tiny, tmp_path / "snapshot", provenance={"teacher": "t"})
+    (fake.folder / "model.safetensors").unlink()
+    assert read_config("owner/name") == tiny.config
+    assert fake.calls[-1]["allow_patterns"] == ["config.json"]
+    assert read_provenance("owner/name")["teacher"] == "t"
+    assert fake.calls[-1]["allow_patterns"] == ["config.json", "provenance.json"]
+    (fake.folder / "provenance.json").unlink()
+    assert read_provenance("owner/name") == {}
+
+
+def test_named_weights_on_the_hub(
+    fake: Hub, tiny: Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.folder = save(tiny, tmp_path / "snapshot")
+    monkeypatch.setitem(names.NAMED, NAME, "owner/name@v1")
+    assert load("small").config == tiny.config
+    assert fake.calls[-1]["revision"] == "v1"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ConnectionError("Name or service not known\nmore"),
+            "ConnectionError: Name or service not k",
+        ),
+        (TimeoutError("timed out"), "TimeoutError.*check the network"),
+        (type("GatedRepoError", (OSError,), {})("x"), "accept its licence .*hf auth login"),
+        (type("RepositoryNotFoundError", (OSError,), {})("x"), "no such repository, or it is priv"),
+        (type("RevisionNotFoundError", (OSError,), {})("x"), "no revision 'v9'"),
+        (type("OfflineModeIsEnabled", (OSError,), {})("x"), "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_trouble(fake: Hub, tiny: Veca, tmp_path: Path, error: Exception, words: str) -> None:
+    fake.trouble = error
+    with pytest.raises(WeightsError, match=words) as caught:
+        load("owner/name@v9")
+    assert "\n" not in str(caught.value)
+    assert fake.calls[-1]["local_files_only"] is True
+    fake.folder = save(tiny, tmp_path / "snapshot")
+    assert load("owner/name@v9").config == tiny.config, "what was fetched earlier still loads"
+
+
+def test_the_names_of_the_clients_errors() -> None:
+    """They are told apart by name; these must exist in the installed client."""
+    for name in ("Gated", "RepositoryNotFound", "RevisionNotFound"):
+        assert hasattr(huggingface_hub.utils, f"{name}{'Repo' if name == 'Gated' else ''}Error")
+    assert hasattr(huggingface_hub.utils, "OfflineModeIsEnabled")
+
+
+def test_a_repository_without_weights(fake: Hub, tmp_path: Path) -> None:
+    fake.folder = tmp_path
+    with pytest.raises(WeightsError, match=r"holds no model\.safetensors"):
+        load("owner/name")
+    fake.trouble = ConnectionError("no network")
+    with pytest.raises(WeightsError, match="check the network"):
+        load("owner/name")
+
+
+@pytest.fixture
+def real_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The real client with an empty cache of its own."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return cache
+
+
+def test_offline_by_choice(real_client: Path, tiny: Veca, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(WeightsError, match="HF_HUB_OFFLINE is set"):
+        load("owner/name")
+    repo = real_client / "models--owner--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    save(tiny, repo / "snapshots" / ("0" * 40))
+    assert load("owner/name").config == tiny.config
+
+
+def test_no_network_at_all(real_client: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    monkeypatch.setattr(socket.socket, "connect", fail)
+    start = time.monotonic()
+    with pytest.raises(WeightsError, match=r"cannot be fetched .*check the network"):
+        load("owner/name")
+    assert time.monotonic() - start < 10
+
+
+@pytest.fixture
+def silent_server() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_never_answers(
+    real_client: Path, silent_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(real_client))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", silent_server)
+    monkeypatch.setattr(hub, "TIMEOUT", 0.3)
+    start = time.monotonic()
+    with pytest.raises(WeightsError, match="check the network"):
+        load("owner/name")
+    assert time.monotonic() - start < 8
