@@ -9,10 +9,16 @@ input sets, so that neither launches nor the cache flatter anyone. Writes result
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
 from common import (
     RESULTS,
     capture,
@@ -22,10 +28,6 @@ from common import (
     time_side_by_side,
     write_csv,
 )
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-
 from veca import rope
 from veca.attention import core_attention
 
@@ -39,13 +41,15 @@ def inputs(batch: int, tokens: int, grad: bool) -> list[Tensor]:
     return [x.transpose(1, 2).detach().requires_grad_(grad) for x in packed.unbind(2)]
 
 
-def tables(batch: int, cores: int, patches: int) -> dict[str, rope.Rotation]:
+def tables(batch: int, cores: int, patches: int) -> dict[str, Any]:
     periods = rope.periods(WIDTH, 100.0, 0.125, torch.device("cuda"))
     core_xy = torch.rand(batch, cores, 2, device="cuda") * 2 - 1
     patch_xy = torch.rand(1, patches, 2, device="cuda") * 2 - 1
+    core, patch = rope.rotation(core_xy, periods), rope.rotation(patch_xy, periods)
+    # In bfloat16, as the inference engine hands them over.
     return {
-        "core_rotation": rope.rotation(core_xy, periods),
-        "patch_rotation": rope.rotation(patch_xy, periods),
+        "core_rotation": rope.Rotation(*(table.bfloat16() for table in core)),
+        "patch_rotation": rope.Rotation(*(table.bfloat16() for table in patch)),
     }
 
 
@@ -63,13 +67,20 @@ def contenders(
 
         return run
 
+    def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return core_attention(q, k, v, cores, backend="sdpa")
+
     return {
         "one pass": lambda q, k, v: core_attention(q, k, v, cores, backend="triton"),
         "one pass, rotating": lambda q, k, v: core_attention(
             q, k, v, cores, backend="triton", **turn
         ),
         "two SDPA": lambda q, k, v: core_attention(q, k, v, cores, backend="sdpa"),
-        "two SDPA, rotating": lambda q, k, v: core_attention(q, k, v, cores, backend="sdpa", **turn),
+        "two SDPA, rotating": lambda q, k, v: core_attention(
+            q, k, v, cores, backend="sdpa", **turn
+        ),
+        "two SDPA, flash": flash,
         "dense flash": dense(SDPBackend.FLASH_ATTENTION),
         "dense cuDNN": dense(SDPBackend.CUDNN_ATTENTION),
     }
@@ -84,14 +95,21 @@ def check(cores: int) -> None:
         got = core_attention(q, k, v, cores, backend="triton", **turn)
         grads = torch.autograd.grad(got, (q, k, v), upstream)
         wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        exact = core_attention(*wide, cores, backend="reference", **turn)
+        exact = core_attention(wide[0], wide[1], wide[2], cores, backend="reference", **turn)
         exact_grads = torch.autograd.grad(exact, wide, upstream.double())
         for name, a, b in zip(
             ("out", "dq", "dk", "dv"), (got, *grads), (exact, *exact_grads), strict=True
         ):
             error = ((a.double() - b).norm() / b.norm()).item()
             if not error < 1e-2:
-                raise SystemExit(f"{name} is wrong: relative error {error} at C={cores} N={patches}")
+                raise SystemExit(
+                    f"{name} is wrong: relative error {error} at C={cores} N={patches}"
+                )
+
+
+def both(run: Callable[..., Tensor], qkv: list[Tensor], upstream: Tensor) -> object:
+    """Forward and backward."""
+    return torch.autograd.grad(run(*qkv), qkv, upstream)
 
 
 def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, object]:
@@ -103,25 +121,29 @@ def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, obje
 
     forward_sets = [inputs(batch, tokens, grad=False) for _ in range(sets)]
     with torch.inference_mode():
-        calls = {n: capture([lambda r=run, s=s: r(*s) for s in forward_sets]) for n, run in runs.items()}
+        calls = {
+            name: capture([functools.partial(run, *qkv) for qkv in forward_sets])
+            for name, run in runs.items()
+        }
         times = {n: ms / sets for n, ms in time_side_by_side(calls).items()}
     row |= {f"{name} ms": ms for name, ms in times.items()}
     for name in ("one pass", "one pass, rotating"):
         row[f"{name}, share of copy"] = 4 * size / times[name] / 1e9 / peak
     row["vs two SDPA"] = times["two SDPA"] / times["one pass"]
+    row["vs two SDPA, flash"] = times["two SDPA, flash"] / times["one pass"]
+    rotating = times["one pass, rotating"]
+    row["rotating vs two SDPA, rotating"] = times["two SDPA, rotating"] / rotating
     row["vs dense cuDNN"] = times["dense cuDNN"] / times["one pass"]
+    row["rotating vs dense cuDNN"] = times["dense cuDNN"] / rotating
     del calls, forward_sets
 
     training_sets = [inputs(batch, tokens, grad=True) for _ in range(min(sets, 3))]
-
-    def both(run: Callable[..., Tensor], qkv: list[Tensor], upstream: Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(run(*qkv), qkv, upstream)
 
     upstream = torch.randn(batch, tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
     upstream = upstream.transpose(1, 2)
     calls, memory = {}, {}
     for name in ("one pass", "one pass, rotating", "two SDPA", "two SDPA, rotating"):
-        steps = [both(runs[name], qkv, upstream) for qkv in training_sets]
+        steps = [functools.partial(both, runs[name], qkv, upstream) for qkv in training_sets]
         memory[name] = peak_memory(steps[0])
         calls[name] = capture(steps)
     step = {n: ms / len(training_sets) for n, ms in time_side_by_side(calls).items()}
@@ -143,11 +165,9 @@ def main() -> None:
     peak = copy_bandwidth()
     rows = [measure(b, n, c, peak) | {"copy TB/s": peak} for c in options.cores for b, n in SHAPES]
     write_csv("attention", rows, options.out)
-    for part in ("ms", "share", "vs", "MiB"):
-        keep = ("batch", "patches", "cores")
-        print_table(
-            [{k: v for k, v in row.items() if k in keep or part in k.split(" ")[-1:] + k.split()} for row in rows]
-        )
+    for words in ((" ms",), ("share",), ("vs ",), ("MiB",)):
+        shown = [k for k in rows[0] if any(word in k for word in words)]
+        print_table([{k: row[k] for k in ("batch", "patches", "cores", *shown)} for row in rows])
         print()
     print(f"copy bandwidth {peak:.2f} TB/s")
 

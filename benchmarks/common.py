@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from veca.bench import machine
+from veca.bench import Plan, machine, take_turns
 from veca.files import atomic_write
+from veca.memory import peak_tensor_memory
 
 RESULTS = Path(__file__).parent / "results"
 Call = Callable[[], object]
@@ -34,38 +35,17 @@ def capture(calls: Sequence[Call]) -> Call:
 
 
 def time_side_by_side(
-    contenders: dict[str, Call], *, seconds: float = 0.6, rounds: int = 5
+    contenders: Mapping[str, Call], *, seconds: float = 0.6, rounds: int = 5
 ) -> dict[str, float]:
     """Median milliseconds of each contender; they take turns, so that all share slow moments."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for call in contenders.values():
-        call()
-    torch.cuda.synchronize()
-    spent = 0.0
-    while spent < seconds * 1e3 * len(contenders) or len(next(iter(samples.values()))) < rounds:
-        for name, call in contenders.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            call()
-            end.record()
-            end.synchronize()
-            samples[name].append(begin.elapsed_time(end))
-            spent += samples[name][-1]
-        if len(next(iter(samples.values()))) >= 200:
-            break
-    return {name: statistics.median(times) for name, times in samples.items()}
+    plan = Plan(device="cuda", repeats=rounds, seconds=seconds * len(contenders))
+    return {name: statistics.median(ms) for name, ms in take_turns(contenders, plan).items()}
 
 
 def peak_memory(call: Call) -> float:
     """MiB that one call allocates at its peak, beyond what was there before."""
     call()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return peak_tensor_memory(call, "cuda")[1] / 2**20
 
 
 def copy_bandwidth() -> float:

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import RESULTS, peak_memory, print_table, time_side_by_side, write_csv
 
 import veca
+from common import RESULTS, peak_memory, print_table, time_side_by_side, write_csv
 
 SHAPES = ((128, 256), (16, 768))
 
 
-def stepper(batch: int, size: int, *, fast: bool) -> Callable[[], object]:
+def stepper(batch: int, size: int, *, fast: bool) -> Callable[[], torch.Tensor]:
     torch.manual_seed(0)
     model = veca.create_model("base", backend="triton" if fast else "sdpa").cuda().train()
     if fast:

@@ -4,7 +4,7 @@ from veca import attention
 from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
 from veca.dense import DenseVit
-from veca.engine import compile_for_inference
+from veca.engine import InferenceEngine, compile_for_inference
 from veca.errors import VecaError
 from veca.images import preprocess
 from veca.model import Veca, VecaOutput, create_model
@@ -14,6 +14,7 @@ from veca.weights import export_official, import_official, load, save
 __all__ = [
     "PRESETS",
     "DenseVit",
+    "InferenceEngine",
     "Veca",
     "VecaConfig",
     "VecaError",

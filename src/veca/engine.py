@@ -61,7 +61,7 @@ class InferenceEngine:
         self.check_pixels = check_pixels
         self._graphs = graphs
         self._cache = cache
-        self._prepared: OrderedDict[tuple[int, int, int, int], _Plan] = OrderedDict()
+        self._prepared: OrderedDict[tuple[int, int, int, int], Plan] = OrderedDict()
         self._pack(model)
         self._embed: Callable[..., Tensor] = _embed
         self._block: Callable[..., tuple[Tensor, Tensor, Tensor]] = _block
@@ -84,22 +84,23 @@ class InferenceEngine:
         tokens, raw = plan.run(images)
         return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
 
-    def prepare(self, batch: int, size: int | tuple[int, int], cores: int | None = None) -> None:
+    @torch.inference_mode()
+    def prepare(self, batch: int, size: int | tuple[int, int], cores: int | None = None) -> Plan:
         """Compile and capture for one batch size, image size in pixels and budget."""
-        height, width = (size, size) if isinstance(size, int) else size
         c = self.config
-        images = torch.zeros(
-            batch, c.in_channels, height, width, device=self.device, dtype=self.dtype
-        )
-        self(images, cores)
+        budget = check_budget(cores, c.num_cores)
+        height, width = (size, size) if isinstance(size, int) else size
+        blank = torch.empty(batch, c.in_channels, height, width, device="meta")
+        grid = check_images(blank, c.in_channels, c.patch_size)
+        return self._plan(batch, grid, budget)
 
-    def _plan(self, batch: int, grid: tuple[int, int], budget: int) -> _Plan:
+    def _plan(self, batch: int, grid: tuple[int, int], budget: int) -> Plan:
         key = (batch, *grid, budget)
         plan = self._prepared.pop(key, None)
         if plan is None:
             while len(self._prepared) >= self._cache:
                 self._prepared.popitem(last=False)
-            plan = _Plan(self, batch, grid, budget)
+            plan = Plan(self, batch, grid, budget)
         self._prepared[key] = plan
         return plan
 
@@ -142,7 +143,7 @@ class InferenceEngine:
         return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
 
 
-class _Plan:
+class Plan:
     """Everything prepared for one (batch, grid, budget)."""
 
     def __init__(
@@ -156,6 +157,10 @@ class _Plan:
         tables = rope.rotation(xy.unsqueeze(0), periods)
         self.rotation = Rotation(*(table.to(engine.dtype) for table in tables))
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.images: Tensor
+        """With a graph: the input it reads."""
+        self.output: tuple[Tensor, Tensor]
+        """With a graph: the tokens and raw coordinates it writes."""
         if engine._graphs:
             size = (grid[0] * c.patch_size, grid[1] * c.patch_size)
             self._capture((batch, c.in_channels, *size))
@@ -165,9 +170,14 @@ class _Plan:
             images = images.to(self.engine.device, self.engine.dtype)
             return self.engine.forward(images, self.budget, self.rotation)
         self.images.copy_(images)
-        self.graph.replay()
+        self.replay()
         # The graph writes into the same memory next time; what we return is the caller's.
         return self.output[0].clone(), self.output[1].clone()
+
+    def replay(self) -> None:
+        """Run the graph on what lies in `images`, into `output`."""
+        assert self.graph is not None
+        self.graph.replay()
 
     def _capture(self, shape: tuple[int, ...]) -> None:
         engine = self.engine

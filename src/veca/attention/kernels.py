@@ -70,6 +70,22 @@ def _log2(x):
 
 
 @triton.jit
+def _dot(a, b, PRECISION: tl.constexpr):
+    if INTERPRETED:  # which multiplies the bit patterns of bfloat16 as integers
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _dot_add(a, b, acc, PRECISION: tl.constexpr):
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
 def _rows(base, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return base + tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, WIDTH)[None, :]
 
@@ -142,7 +158,10 @@ def _softmax_step(scores, value, m, norm, acc, scale_log2, PRECISION: tl.constex
     decay = tl.exp2(m - m_new)
     p = tl.exp2(scores * scale_log2 - m_new[:, None])
     norm = norm * decay + tl.sum(p, 1)
-    acc = tl.dot(p.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+    # Not as the accumulator of the dot: ptxas would then run all tensor-core instructions of a
+    # pipelined loop one after the other (its remark C7515). As a fused multiply-add it is free.
+    new = _dot(p.to(value.dtype), value, PRECISION)
+    acc = tl.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), new)
     return m_new, norm, acc
 
 
@@ -154,7 +173,7 @@ def _forward_tile(
     MASKED: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    at = start.to(tl.int64)
+    at = tl.cast(start, tl.int64)
     keep = tl.arange(0, BLOCK_N) < left
     # Every load first: they are in flight together before the first one is waited for.
     if PATCH_ROWS:
@@ -170,13 +189,13 @@ def _forward_tile(
             x_k = _rotate(x_k, c, s)
 
     if PATCH_ROWS:
-        scores = tl.dot(x_q, tl.trans(k_c), input_precision=PRECISION)
+        scores = _dot(x_q, tl.trans(k_c), PRECISION)
         if PAD_CORES:
             scores = tl.where(is_core[None, :], scores, float("-inf"))
         m_t = tl.max(scores, 1) * scale_log2
         p = tl.exp2(scores * scale_log2 - m_t[:, None])
         norm_t = tl.sum(p, 1)
-        x_o = tl.dot(p.to(v_c.dtype), v_c, input_precision=PRECISION) * (1.0 / norm_t)[:, None]
+        x_o = _dot(p.to(v_c.dtype), v_c, PRECISION) * (1.0 / norm_t)[:, None]
         _store_rows(out + at * o_t, o_t, x_o, keep, MASKED)
         lse_rows = lse + at + tl.arange(0, BLOCK_N)
         lse_t = (m_t + _log2(norm_t)) * LN2
@@ -188,7 +207,7 @@ def _forward_tile(
     # The core rows come second, not interleaved: the scores of one half at a time are alive, which
     # takes 70 registers off a fused program.
     if CORE_ROWS:
-        scores = tl.dot(q_c, tl.trans(x_k), input_precision=PRECISION)
+        scores = _dot(q_c, tl.trans(x_k), PRECISION)
         if MASKED:
             scores = tl.where(keep[None, :], scores, float("-inf"))
         m, norm, acc = _softmax_step(scores, x_v, m, norm, acc, scale_log2, PRECISION)
@@ -203,18 +222,23 @@ def _forward_span(
     PAD_PATCHES: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tiles from patch `first` to `last`: whole tiles without masks, then the ragged one."""
-    if PAD_PATCHES:
+    """Tiles from patch `first` to `last`: whole ones without masks, then the ragged one.
+
+    In float32 the dots are unrolled multiply-adds, so a second copy of the tile is not worth its
+    compile time: all tiles are masked there.
+    """
+    PEEL: tl.constexpr = PAD_PATCHES and q.dtype.element_ty != tl.float32
+    MASKED: tl.constexpr = PAD_PATCHES and not PEEL
+    whole = last
+    if PEEL:
         whole = first + (last - first) // BLOCK_N * BLOCK_N
-    else:
-        whole = last
     for start in range(first, whole, BLOCK_N):
         m, norm, acc = _forward_tile(
-            start, BLOCK_N, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
+            start, last - start, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
             q_c, k_c, v_c, is_core, m, norm, acc, scale_log2,
-            D, BLOCK_N, ROTATE, PAD_CORES, False, PATCH_ROWS, CORE_ROWS, PRECISION,
+            D, BLOCK_N, ROTATE, PAD_CORES, MASKED, PATCH_ROWS, CORE_ROWS, PRECISION,
         )  # fmt: skip
-    if PAD_PATCHES:  # noqa: SIM102 (one is a constant, the other is not)
+    if PEEL:  # noqa: SIM102 (one is a constant, the other is not)
         if whole < last:
             m, norm, acc = _forward_tile(
                 whole, last - whole, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
@@ -301,7 +325,7 @@ def forward_kernel(
                 k, k_t, core_cos, core_sin, core_tab_t, is_core, D, ROTATE_CORES, PAD_CORES
             )
             v_c = _load_rows(v, v_t, is_core, D, PAD_CORES)
-            scores = tl.dot(q_c, tl.trans(k_c), input_precision=PRECISION)
+            scores = _dot(q_c, tl.trans(k_c), PRECISION)
             if PAD_CORES:
                 scores = tl.where(is_core[None, :], scores, float("-inf"))
             m, norm, acc = _softmax_step(scores, v_c, m, norm, acc, scale_log2, PRECISION)
@@ -391,7 +415,7 @@ def _backward_tile(
     MASKED: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    at = start.to(tl.int64)
+    at = tl.cast(start, tl.int64)
     n = tl.arange(0, BLOCK_N)
     keep = n < left
     dtype = q.dtype.element_ty
@@ -413,43 +437,43 @@ def _backward_tile(
             x_k = _rotate(x_k, c, s)
 
     if PATCH_ROWS:
-        p = tl.dot(x_q, tl.trans(k_c), input_precision=PRECISION)
+        p = _dot(x_q, tl.trans(k_c), PRECISION)
         p = tl.exp2(p * scale_log2 - lse_t[:, None])
         if PAD_CORES:
             p = tl.where(is_core[None, :], p, 0.0)
-        dv_c = tl.dot(tl.trans(p.to(dtype)), x_do, dv_c, input_precision=PRECISION)
-        dp = tl.dot(x_do, tl.trans(v_c), input_precision=PRECISION)
+        dv_c = _dot_add(tl.trans(p.to(dtype)), x_do, dv_c, PRECISION)
+        dp = _dot(x_do, tl.trans(v_c), PRECISION)
         delta = tl.sum(p * dp, 1) * scale
         ds = (p * (dp * scale - delta[:, None])).to(dtype)
-        dk_c = tl.dot(tl.trans(ds), x_q, dk_c, input_precision=PRECISION)
-        g = tl.dot(ds, k_c, input_precision=PRECISION)
+        dk_c = _dot_add(tl.trans(ds), x_q, dk_c, PRECISION)
+        g = _dot(ds, k_c, PRECISION)
         if ROTATE:
             g = _unrotate(g, c, s)
         _store_rows(dq + at * g_t, g_t, g, keep, MASKED)
 
     if CORE_ROWS:
         if q_c.shape[0] >= 64:
-            p = tl.dot(q_c, tl.trans(x_k), input_precision=PRECISION)
+            p = _dot(q_c, tl.trans(x_k), PRECISION)
             p = tl.exp2(p * scale_log2 - lse_c[:, None])
             if MASKED:
                 p = tl.where(keep[None, :], p, 0.0)
-            g = tl.dot(tl.trans(p.to(dtype)), do_c, input_precision=PRECISION)
+            g = _dot(tl.trans(p.to(dtype)), do_c, PRECISION)
             _store_rows(dv + at * g_t, g_t, g, keep, MASKED)
-            dp = tl.dot(do_c, tl.trans(x_v), input_precision=PRECISION)
+            dp = _dot(do_c, tl.trans(x_v), PRECISION)
             ds = (p * (dp * scale - delta_c[:, None])).to(dtype)
-            dq_c = tl.dot(ds, x_k, dq_c, input_precision=PRECISION)
-            g = tl.dot(tl.trans(ds), q_c, input_precision=PRECISION)
+            dq_c = _dot_add(ds, x_k, dq_c, PRECISION)
+            g = _dot(tl.trans(ds), q_c, PRECISION)
         else:
-            p = tl.dot(x_k, tl.trans(q_c), input_precision=PRECISION)
+            p = _dot(x_k, tl.trans(q_c), PRECISION)
             p = tl.exp2(p * scale_log2 - lse_c[None, :])
             if MASKED:
                 p = tl.where(keep[:, None], p, 0.0)
-            g = tl.dot(p.to(dtype), do_c, input_precision=PRECISION)
+            g = _dot(p.to(dtype), do_c, PRECISION)
             _store_rows(dv + at * g_t, g_t, g, keep, MASKED)
-            dp = tl.dot(x_v, tl.trans(do_c), input_precision=PRECISION)
+            dp = _dot(x_v, tl.trans(do_c), PRECISION)
             ds = (p * (dp * scale - delta_c[None, :])).to(dtype)
-            dq_c = tl.dot(tl.trans(ds), x_k, dq_c, input_precision=PRECISION)
-            g = tl.dot(ds, q_c, input_precision=PRECISION)
+            dq_c = _dot_add(tl.trans(ds), x_k, dq_c, PRECISION)
+            g = _dot(ds, q_c, PRECISION)
         if ROTATE:
             g = _unrotate(g, c, s)
         _store_rows(dk + at * g_t, g_t, g, keep, MASKED)
@@ -464,18 +488,19 @@ def _backward_span(
     PAD_PATCHES: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if PAD_PATCHES:
+    PEEL: tl.constexpr = PAD_PATCHES and q.dtype.element_ty != tl.float32
+    MASKED: tl.constexpr = PAD_PATCHES and not PEEL
+    whole = last
+    if PEEL:
         whole = first + (last - first) // BLOCK_N * BLOCK_N
-    else:
-        whole = last
     for start in range(first, whole, BLOCK_N):
         dq_c, dk_c, dv_c = _backward_tile(
-            start, BLOCK_N, q, k, v, do, dq, dk, dv, lse, cos, sin,
+            start, last - start, q, k, v, do, dq, dk, dv, lse, cos, sin,
             q_t, k_t, v_t, do_t, g_t, tab_t,
             q_c, k_c, v_c, do_c, lse_c, delta_c, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
-            D, BLOCK_N, ROTATE, PAD_CORES, False, PATCH_ROWS, CORE_ROWS, PRECISION,
+            D, BLOCK_N, ROTATE, PAD_CORES, MASKED, PATCH_ROWS, CORE_ROWS, PRECISION,
         )  # fmt: skip
-    if PAD_PATCHES:  # noqa: SIM102 (one is a constant, the other is not)
+    if PEEL:  # noqa: SIM102
         if whole < last:
             dq_c, dk_c, dv_c = _backward_tile(
                 whole, last - whole, q, k, v, do, dq, dk, dv, lse, cos, sin,
@@ -515,17 +540,17 @@ def _backward_cores(
     dq_c = tl.zeros([is_core.shape[0], D], tl.float32)
     dk_c = dq_c
     dv_c = dq_c
-    p = tl.dot(q_c, tl.trans(k_c), input_precision=PRECISION)
+    p = _dot(q_c, tl.trans(k_c), PRECISION)
     p = tl.exp2(p * scale_log2 - lse_c[:, None])
     if PAD_CORES:
         p = tl.where(is_core[None, :], p, 0.0)
-    dp = tl.dot(do_c, tl.trans(v_c), input_precision=PRECISION)
+    dp = _dot(do_c, tl.trans(v_c), PRECISION)
     ds = (p * (dp * scale - delta_c[:, None])).to(dtype)
     if CORE_ROWS:
-        dq_c = tl.dot(ds, k_c, input_precision=PRECISION)
+        dq_c = _dot(ds, k_c, PRECISION)
     if PATCH_ROWS:
-        dk_c = tl.dot(tl.trans(ds), q_c, input_precision=PRECISION)
-        dv_c = tl.dot(tl.trans(p.to(dtype)), do_c, input_precision=PRECISION)
+        dk_c = _dot(tl.trans(ds), q_c, PRECISION)
+        dv_c = _dot(tl.trans(p.to(dtype)), do_c, PRECISION)
     return dq_c, dk_c, dv_c
 
 
@@ -551,7 +576,7 @@ def _finish_gradient(
     _store_rows(dx, g_t, g, keep, True)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=(*_SIZES, "table_half"))
 def backward_kernel(
     q, k, v, out, do, lse, dq, dk, dv, core_cos, core_sin, patch_cos, patch_sin,
     partial_dq, partial_dk, partial_dv, table_grad_q, table_grad_k,
@@ -681,7 +706,7 @@ def _sum_splits(partial, row_stride, splits, keep, D: tl.constexpr, BLOCK_S: tl.
     return total
 
 
-@triton.jit(do_not_specialize=("heads", "rows", "row_blocks", "splits"))
+@triton.jit(do_not_specialize=("heads", "rows", "row_blocks", "splits", "table_half"))
 def merge_backward_kernel(
     q, k, dq, dk, dv, cos, sin, partial_dq, partial_dk, partial_dv, table_grad_q, table_grad_k,
     q_b, q_h, q_t, k_b, k_h, k_t, g_b, g_h, g_t, tab_b, tab_t, table_half,
@@ -729,7 +754,7 @@ def _load_tokens(
     ROWS: tl.constexpr, D: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """Rotated tokens first .. first + ROWS, zero from `end` on."""
-    at = first.to(tl.int64)
+    at = tl.cast(first, tl.int64)
     keep = first + tl.arange(0, ROWS) < end
     tile = _load_rows(x + at * x_t, x_t, keep, D, True)
     if ROTATE:
@@ -770,7 +795,7 @@ def tiled_forward_kernel(
     for start in range(split * span, end, BLOCK_K):
         k_k = _load_tokens(k, cos, sin, start, end, k_t, tab_t, BLOCK_K, D, ROTATE)
         v_k = _load_tokens(v, cos, sin, start, end, v_t, tab_t, BLOCK_K, D, False)
-        scores = tl.dot(q_r, tl.trans(k_k), input_precision=PRECISION)
+        scores = _dot(q_r, tl.trans(k_k), PRECISION)
         here = start + tl.arange(0, BLOCK_K) < end
         scores = tl.where(here[None, :], scores, float("-inf"))
         m, norm, acc = _softmax_step(scores, v_k, m, norm, acc, scale_log2, PRECISION)
@@ -816,11 +841,11 @@ def _tiled_gradient(
     q_r, k_k, v_k, do_r, lse_r, delta_r, here, scale, scale_log2, PRECISION: tl.constexpr
 ):
     """Probabilities and score gradients of a block of rows and keys, in the input dtype."""
-    p = tl.dot(q_r, tl.trans(k_k), input_precision=PRECISION)
+    p = _dot(q_r, tl.trans(k_k), PRECISION)
     p = tl.exp2(p * scale_log2 - lse_r[:, None])
     # A key past the end has score zero: exp2(-lse) may overflow, and inf * 0 is NaN.
     p = tl.where(here[None, :], p, 0.0)
-    dp = tl.dot(do_r, tl.trans(v_k), input_precision=PRECISION)
+    dp = _dot(do_r, tl.trans(v_k), PRECISION)
     ds = p * (dp * scale - delta_r[:, None])
     return p.to(q_r.dtype), ds.to(q_r.dtype)
 
@@ -860,9 +885,9 @@ def tiled_query_gradient_kernel(
         _, ds = _tiled_gradient(
             q_r, k_k, v_k, do_r, lse_r, delta_r, here, scale, scale_log2, PRECISION
         )
-        g = tl.dot(ds, k_k, g, input_precision=PRECISION)
+        g = _dot_add(ds, k_k, g, PRECISION)
     keep = first + tl.arange(0, BLOCK_R) < row_end
-    at = first.to(tl.int64)
+    at = tl.cast(first, tl.int64)
     if MERGE:
         _store_rows(partial_dq + pid.to(tl.int64) * (BLOCK_R * D), D, g, keep, False)
     else:
@@ -908,9 +933,9 @@ def tiled_key_gradient_kernel(
         p, ds = _tiled_gradient(
             q_r, k_k, v_k, do_r, lse_r, delta_r, keep, scale, scale_log2, PRECISION
         )
-        dk_k = tl.dot(tl.trans(ds), q_r, dk_k, input_precision=PRECISION)
-        dv_k = tl.dot(tl.trans(p), do_r, dv_k, input_precision=PRECISION)
-    at = first.to(tl.int64)
+        dk_k = _dot_add(tl.trans(ds), q_r, dk_k, PRECISION)
+        dv_k = _dot_add(tl.trans(p), do_r, dv_k, PRECISION)
+    at = tl.cast(first, tl.int64)
     if MERGE:
         block = pid.to(tl.int64) * (BLOCK_K * D)
         _store_rows(partial_dk + block, D, dk_k, keep, False)

@@ -139,25 +139,43 @@ def bench(
         on_rows: called with the rows of each size as soon as they are there.
     """
     plan = plan or Plan()
-    network, veca = _as_model(model)
-    config = veca.config
-    whole = config.num_cores
-    budgets = [check_budget(c, whole) for c in cores or sorted({min(8, whole), whole})]
+    network, veca = find_model(model)
+    budgets = check(veca.config, plan, cores)
+    return race(
+        contenders_for(veca, budgets, plan, dense=dense),
+        plan,
+        network=name or network,
+        yardstick=DENSE if dense else None,
+        channels=veca.config.in_channels,
+        progress=progress,
+        on_rows=on_rows,
+    )
+
+
+def find_model(model: str | VecaConfig | Veca) -> tuple[str, Veca]:
+    """A name for a model, and the model: fresh from a preset or a configuration, or loaded."""
+    if isinstance(model, Veca):
+        return "veca", model
+    with _own_seed():
+        if isinstance(model, VecaConfig):
+            return "veca", Veca(model)
+        if "/" in model or os.sep in model or Path(model).exists():
+            from veca import weights
+
+            return Path(model).name, weights.load(model)
+        config = preset(model)
+        return next(name for name in PRESETS if PRESETS[name] == config), Veca(config)
+
+
+def check(config: VecaConfig, plan: Plan, cores: Sequence[int] | None = None) -> list[int]:
+    """Refuse sizes and budgets that a network cannot take; return the budgets to measure."""
     off_grid = [size for size in plan.sizes if size % config.patch_size]
     if off_grid:
         raise InputError(
             f"sizes must be multiples of the patch size {config.patch_size}, got {off_grid}."
         )
-    contenders = contenders_for(veca, budgets, plan, dense=dense)
-    return race(
-        contenders,
-        plan,
-        network=name or network,
-        yardstick=DENSE if dense else None,
-        channels=config.in_channels,
-        progress=progress,
-        on_rows=on_rows,
-    )
+    whole = config.num_cores
+    return [check_budget(c, whole) for c in cores or sorted({min(8, whole), whole})]
 
 
 def contenders_for(
@@ -407,21 +425,6 @@ def _own_seed() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
-
-
-def _as_model(model: str | VecaConfig | Veca) -> tuple[str, Veca]:
-    """A model and a name for it."""
-    if isinstance(model, Veca):
-        return "veca", model
-    with _own_seed():
-        if isinstance(model, VecaConfig):
-            return "veca", Veca(model)
-        if "/" in model or os.sep in model or Path(model).exists():
-            from veca import weights
-
-            return Path(model).name, weights.load(model)
-        config = preset(model)
-        return next(name for name in PRESETS if PRESETS[name] == config), Veca(config)
 
 
 def _label(name: str, cores: int | None) -> str:

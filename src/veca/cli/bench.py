@@ -73,8 +73,11 @@ def bench(
         limit=limit,
         graph=graph,
     )
-    budgets = parse_numbers(cores, "--cores") if cores else None
-    folder = writable_folder(out)
+    name, network = library.find_model(model)
+    budgets = library.check(
+        network.config, plan, parse_numbers(cores, "--cores") if cores else None
+    )
+    folder = writable_folder(out)  # once all is well, and before the work
     where = library.machine(plan.device)
     rows: list[Row] = []
 
@@ -84,7 +87,15 @@ def bench(
         library.write_csv(folder / "bench.csv", rows, where)
 
     with console.status("preparing") as status:
-        library.bench(model, plan, cores=budgets, dense=dense, progress=status.update, on_rows=keep)
+        library.bench(
+            network,
+            plan,
+            cores=budgets,
+            dense=dense,
+            name=name,
+            progress=status.update,
+            on_rows=keep,
+        )
 
     console.print(_table(rows))
     for line in _findings(rows):
@@ -105,7 +116,8 @@ def _table(rows: list[Row]) -> Table:
     title = f"{first.network}, batch {first.batch}, {first.device}, {first.dtype}"
     if first.device == "cpu":
         title += f", {first.threads} thread{'s' * (first.threads != 1)}"
-    table = Table(title=title)
+    note = "peak MiB: tensors alive at once in one run, weights and input apart"
+    table = Table(title=title, caption=note)
     table.add_column("size", justify="right")
     table.add_column("model")
     for name in ("ms", "spread", "images/s", "peak MiB", "against dense"):

@@ -94,7 +94,8 @@ def features(
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("features", total=len(found))
         summary = extract(
             model,
@@ -115,8 +116,7 @@ def features(
         )
 
     for name, message in summary.failed[:_SHOWN_FAILURES]:
-        text = message if name in message else f"{name}: {message}"
-        console.print(f"skipped {text}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"skipped {name}: {message}", style="yellow", markup=False, soft_wrap=True)
     if len(summary.failed) > _SHOWN_FAILURES:
         console.print(f"... and {len(summary.failed) - _SHOWN_FAILURES} more", style="yellow")
     parts = [f"{summary.computed} images"]

@@ -132,7 +132,7 @@ def extract(
     failures_file = write_failures(output.failures_path, tally.failed)
     if not tally.good:
         raise ImageError(
-            f"none of {len(paths)} images could be read; the first: {tally.failed[0][1]} "
+            f"none of {len(paths)} images could be read; the first: {': '.join(tally.failed[0])} "
             f"(all are listed in {failures_file})"
         )
     return Summary(
@@ -261,7 +261,8 @@ def _sift(
         elif strict:
             raise reading
         else:
-            tally.count(failed=(str(item.path), str(reading)))
+            path = str(item.path)
+            tally.count(failed=(path, str(reading).removeprefix(f"{path}: ")))
 
 
 @contextlib.contextmanager

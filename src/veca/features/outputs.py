@@ -128,7 +128,7 @@ class SingleFile:
         overwrite: bool,
     ) -> None:
         if out.exists() and not overwrite:
-            raise OutputError(f"{out} exists; choose another name, or replace it with overwrite.")
+            raise OutputError(f"{out} exists; choose another name, or replace it (--overwrite).")
         with temporary_beside(out):  # a place that takes no files is told now, not at the end
             pass
         self.items = name_items(paths, root or common_root(paths))
@@ -216,7 +216,7 @@ def _refuse_other_settings(folder: Path, there: dict[str, Any], here: dict[str, 
     if other:
         raise InputError(
             f"{folder} holds features made with other settings ({'; '.join(other)}); choose "
-            "another folder, or start over with overwrite."
+            "another folder, or start over with overwrite (--overwrite)."
         )
 
 

@@ -1,0 +1,34 @@
+"""Image sets for training: find, read, cut and recolour, batch, and pack into shards."""
+
+from veca.data.augment import Augmentation, AugmentConfig, Views
+from veca.data.draws import sample_keys
+from veca.data.errors import BadImageError, DataError
+from veca.data.faults import TooManyBadError
+from veca.data.in_memory import InMemoryImages, cache_file
+from veca.data.index import cache_dir
+from veca.data.loader import Batch, BatchPlan, Loader
+from veca.data.order import SampleOrder, hold_out
+from veca.data.packing import PackReport, pack
+from veca.data.sources import ImageSource, open_source
+
+__all__ = [
+    "AugmentConfig",
+    "Augmentation",
+    "BadImageError",
+    "Batch",
+    "BatchPlan",
+    "DataError",
+    "ImageSource",
+    "InMemoryImages",
+    "Loader",
+    "PackReport",
+    "SampleOrder",
+    "TooManyBadError",
+    "Views",
+    "cache_dir",
+    "cache_file",
+    "hold_out",
+    "open_source",
+    "pack",
+    "sample_keys",
+]

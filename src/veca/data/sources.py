@@ -1,0 +1,272 @@
+"""Where encoded images come from: folders, lists of files, tar shards, and several of these."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from veca.data.errors import DataError
+from veca.data.index import SHARD, digest, folder_index
+from veca.data.names import Names
+from veca.data.shards import ShardSource
+from veca.images import EXTENSIONS
+
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_MOST_BRACES = 1_000_000
+
+
+@runtime_checkable
+class ImageSource(Protocol):
+    """A set of encoded images with a fixed order."""
+
+    def __len__(self) -> int:
+        """How many images."""
+
+    def read(self, index: int) -> bytes:
+        """The encoded bytes of one; OSError if they cannot be had."""
+
+    def name(self, index: int) -> str:
+        """What to call it in a message: a path, or shard and member."""
+
+    def fingerprint(self) -> str:
+        """A hash that tells this set (names, order and, where known, sizes) from others."""
+
+
+Spec: TypeAlias = "str | os.PathLike[str] | ImageSource | Sequence[Spec]"
+
+
+class FolderSource:
+    """The images below a folder, at any depth, in the order of their paths."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, cache_dir: Path | None = None) -> None:
+        self.folder = Path(folder).absolute()
+        self._index = folder_index(self.folder, cache=cache_dir)
+
+    def __len__(self) -> int:
+        return len(self._index.names)
+
+    def read(self, index: int) -> bytes:
+        return Path(self.name(index)).read_bytes()
+
+    def name(self, index: int) -> str:
+        return str(self.folder / self._index.names[index])
+
+    def fingerprint(self) -> str:
+        """Depends on the paths below the folder and the sizes of the files; not on its place."""
+        names = self._index.names
+        total = hashlib.sha256(names.text.tobytes())
+        for array in (names.ends, self._index.sizes):
+            total.update(array.tobytes())
+        return total.hexdigest()[:32]
+
+
+class ListSource:
+    """Image files in the order of a list."""
+
+    def __init__(self, paths: Sequence[str], *, folder: Path | None = None) -> None:
+        self.folder = (folder or Path()).absolute()
+        self._names = Names.of(paths)
+        if not len(self):
+            raise DataError("an empty list of images; expected at least one path.")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def read(self, index: int) -> bytes:
+        return Path(self.name(index)).read_bytes()
+
+    def name(self, index: int) -> str:
+        return str(self.folder / self._names[index])  # an absolute path replaces the folder
+
+    def fingerprint(self) -> str:
+        """Depends on the paths as they are written in the list."""
+        total = hashlib.sha256(self._names.text.tobytes())
+        total.update(self._names.ends.tobytes())
+        return total.hexdigest()[:32]
+
+
+class JoinedSource:
+    """Several sources, one after the other."""
+
+    def __init__(self, sources: Sequence[ImageSource]) -> None:
+        self.sources = list(sources)
+        self._ends = np.cumsum([len(source) for source in self.sources])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, index: int) -> bytes:
+        source, place = self._locate(index)
+        return source.read(place)
+
+    def name(self, index: int) -> str:
+        source, place = self._locate(index)
+        return source.name(place)
+
+    def fingerprint(self) -> str:
+        return digest(*(source.fingerprint() for source in self.sources))
+
+    def _locate(self, index: int) -> tuple[ImageSource, int]:
+        index = range(len(self))[index]
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self.sources[part], index - (int(self._ends[part - 1]) if part else 0)
+
+
+def open_source(spec: Spec, *, cache_dir: str | os.PathLike[str] | None = None) -> ImageSource:
+    """Find the images that `spec` means.
+
+    Args:
+        spec: a folder of images at any depth (or, where it holds none, of `.tar` shards); a `.txt`
+            file with one path per line, absolute or relative to that file (blank lines and lines
+            that begin with # are passed over); a `.tar` shard; an image; a pattern such as
+            "shards/train-*.tar", "photos/**/*.jpg" or "train-{000..127}.tar"; a sequence of any of
+            these, read one after the other; or a source, returned as it is.
+        cache_dir: where the indexes of folders and shards are kept; default $VECA_CACHE, or
+            ~/.cache/veca. Nothing is ever written beside the images.
+
+    Raises:
+        DataError: nothing is there, it holds no images, or it cannot be read.
+    """
+    cache = None if cache_dir is None else Path(cache_dir)
+    if isinstance(spec, (str, os.PathLike)):
+        return _open(os.fspath(spec), cache)
+    if isinstance(spec, Sequence):
+        if not spec:
+            raise DataError("no images given; expected a folder, a list of files or tar shards.")
+        names = [os.fspath(part) for part in spec if isinstance(part, (str, os.PathLike))]
+        if len(names) == len(spec) and all(_is_file_name(name) for name in names):
+            return _listed(names, Path(), "the list")  # not one source a file
+        parts = [open_source(part, cache_dir=cache) for part in spec]
+        return parts[0] if len(parts) == 1 else JoinedSource(parts)
+    if isinstance(spec, ImageSource):
+        return spec
+    raise DataError(
+        f"cannot read images from {type(spec).__name__}; expected a folder, a .txt list, .tar "
+        f"shards, a pattern, or a sequence of these."
+    )
+
+
+def _open(name: str, cache: Path | None) -> ImageSource:
+    if not name:
+        raise DataError("an empty path names no images; expected a folder, a list or tar shards.")
+    if "://" in name:
+        raise DataError(f"{name}: images are read from disk, not from a network; fetch them first.")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _open_folder(path, cache)
+    if name.lower().endswith(_COMPRESSED):
+        raise DataError(f"{name}: compressed shards cannot be read in any order; unpack it first.")
+    if path.exists():  # before patterns: a file may be called "scan[1].tar"
+        suffix = path.suffix.lower()
+        if suffix == SHARD:
+            return ShardSource([path], cache=cache)
+        if suffix == ".txt":
+            return _open_list(path)
+        if _is_image(name):
+            return _listed([name], Path(), name)
+        raise DataError(
+            f"{name}: a file of this kind holds no images that can be read here; expected a "
+            f"folder, a .txt list, a .tar shard or an image ({' '.join(sorted(EXTENSIONS))})."
+        )
+    expanded = _expand(str(path))
+    if expanded is None:
+        raise DataError(f"{name}: no such file or folder; check the path.")
+    shards = [Path(found) for found in expanded if found.lower().endswith(SHARD)]
+    if shards:
+        return ShardSource(shards, cache=cache)
+    images = [found for found in expanded if _is_image(found)]
+    if images:
+        return _listed(images, Path(), name)
+    raise DataError(f"{name}: no image and no .tar shard matches this pattern; check it.")
+
+
+def _open_folder(folder: Path, cache: Path | None) -> ImageSource:
+    source = FolderSource(folder, cache_dir=cache)
+    if not len(source):
+        raise DataError(
+            f"{folder}: no image and no .tar shard in this folder or below; extensions looked for: "
+            f"{' '.join(sorted(EXTENSIONS))}."
+        )
+    if source.name(0).lower().endswith(SHARD):
+        return ShardSource([Path(source.name(i)) for i in range(len(source))], cache=cache)
+    return source
+
+
+def _open_list(path: Path) -> ListSource:
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise DataError(f"{path}: the list cannot be read ({reason}); check the file.") from error
+    names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not names:
+        raise DataError(f"{path}: the list names no images; expected one path per line.")
+    return _listed(names, path.absolute().parent, str(path))
+
+
+def _listed(names: list[str], folder: Path, what: str) -> ListSource:
+    source = ListSource(names, folder=folder)
+    # Asking for every file takes minutes on a network drive; one that is missing is skipped and
+    # counted later. A list read from the wrong place, though, should be known at once.
+    looked_at = np.unique(np.linspace(0, len(source) - 1, 16).astype(int))
+    if not any(Path(source.name(int(i))).exists() for i in looked_at):
+        raise DataError(
+            f"{what}: none of the {len(looked_at)} files looked at exists, such as "
+            f"{source.name(0)}; paths are taken relative to {source.folder}."
+        )
+    return source
+
+
+def _is_image(name: str) -> bool:
+    return Path(name).suffix.lower() in EXTENSIONS
+
+
+def _is_file_name(name: str) -> bool:
+    return _is_image(name) and not _has_wildcard(name) and "{" not in name
+
+
+# --------------------------------------------------------------------------------------- patterns
+
+
+def _expand(pattern: str) -> list[str] | None:
+    """Files that a pattern with {a,b}, {00..12}, *, ? or [] stands for; None if it is no pattern.
+
+    Names without a wildcard are kept even if they do not exist: a missing shard must be an error.
+    """
+    names = _braces(pattern)
+    if names == [pattern] and not _has_wildcard(pattern):
+        return None
+    found: list[str] = []
+    for name in names:
+        matches = glob.glob(name, recursive=True) if _has_wildcard(name) else [name]  # noqa: PTH207
+        found += sorted(matches)
+    return list(dict.fromkeys(found))
+
+
+def _has_wildcard(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def _braces(pattern: str) -> list[str]:
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if numbers:
+        low, high = int(numbers[1]), int(numbers[2])
+        if not low <= high < low + _MOST_BRACES:
+            raise DataError(f"{pattern}: {{{match[1]}}} is no rising range of numbers.")
+        options = [str(i).zfill(len(numbers[1])) for i in range(low, high + 1)]
+    elif "," in match[1]:
+        options = match[1].split(",")
+    else:
+        return [pattern]
+    ends = _braces(pattern[match.end() :])
+    return [pattern[: match.start()] + option + end for option in options for end in ends]

@@ -1,0 +1,350 @@
+"""The settings of a run: dataclasses, read from and written as TOML.
+
+One set of settings serves both stages: stage 1 has one image size, stage 2 has phases of sizes
+and starts from stored weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from veca.data.augment import AugmentConfig
+from veca.distill import settings
+from veca.distill.errors import DistillError
+from veca.distill.optim import NAMES as OPTIMIZERS
+from veca.distill.schedule import Phase
+from veca.errors import suggest
+
+PRECISIONS = ("auto", "bfloat16", "float32")
+PARALLELS = ("auto", "none", "ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class StudentConfig:
+    """The network that learns."""
+
+    preset: str = "small"
+    """A preset of `veca.PRESETS`; its output width follows the first teacher's."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of `VecaConfig` that differ from the preset's."""
+    init: str = ""
+    """Stored weights to start from (a folder, a file, a name), instead of a fresh preset."""
+    patch_from_teacher: bool = True
+    """Fresh weights only: take the patch convolution of the first teacher where shapes agree."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    backend: str = "auto"
+    """The attention backend."""
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """One frozen teacher."""
+
+    name: str
+    """What `veca.teachers.load_teacher` understands."""
+    weight: float = 1.0
+    """Of its loss, where there are several."""
+    dtype: str = "auto"
+    """float32, bfloat16 or float16; auto is bfloat16 on a GPU and float32 elsewhere."""
+    autocast: bool = False
+    """Keep its weights in float32 and compute under autocast: more exact, a little slower."""
+    feature: str = "cls"
+    """The global feature, where there is a choice: cls, mean or projected."""
+    cores: int = 0
+    """The budget of a VECA teacher; 0 for all its cores."""
+    allow_remote_code: bool = False
+    """Run Python code that comes with a hub repository; only for those you trust."""
+    compile: bool = False
+    micro_batch: int = 0
+    """Images it sees at once on a process; 0 for all of the step's."""
+    standardise: bool = False
+    """Bring each channel of its features to mean 0 and deviation 1 before the student sees them."""
+    standardise_images: int = 4096
+    """How many training images the means and deviations are estimated on, before training."""
+    statistics: str = ""
+    """A targets.safetensors, or a folder with one, to take them from instead."""
+    kl: float = 0.0
+    """Weight of the divergence of its own classifier on both global features, where it has one."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The images. Validation images are never trained on."""
+
+    source: str = ""
+    """A folder, a .txt list, .tar shards or a pattern, or "photos:N" for N crops of the bundled
+    photos."""
+    hold_out: int = 0
+    """Validate on this many images, drawn from the source and kept out of training."""
+    validation: str = ""
+    """Or validate on another source."""
+    split_seed: int = 0
+    """Which images are held out; not the run's seed, so that repeats share the split."""
+    in_memory: bool = False
+    """Decode once and keep everything as uint8 on the device; for sets that fit."""
+    memory_size: int = 256
+    """Side in pixels of the images kept in memory."""
+    memory_mode: str = "square"
+    """square keeps the centred square of each, squash the whole image without its aspect."""
+    workers: int = -1
+    """Processes that decode; -1 for the cores at hand."""
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """L = L_cls + dense * (cosine + mse * MSE)."""
+
+    dense: float = 1.0
+    mse: float = 1.0
+
+
+@dataclass(frozen=True)
+class NestedConfig:
+    """Nested dropout along the core axis."""
+
+    budgets: tuple[int, ...] = ()
+    """Empty for eighths of the bank: 8, 16, ... 64 as published."""
+    weights: tuple[float, ...] = ()
+    """Empty for the published 1, 1, 2, 2, 3, 3, 4, 4."""
+    per_step: int = 1
+    """Budgets trained in one step, on one pass of the teacher."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str = "normuon"
+    """normuon (with AdamW, as published), muon (torch's, with AdamW) or adamw."""
+    lr: float = 4e-4
+    lr_min: float = 5e-5
+    weight_decay: float = 0.015
+    mu: float = 0.95
+    beta2: float = 0.95
+    nesterov: bool = True
+    cautious: bool = True
+    """Weight decay only where the update shrinks the weight as well (NorMuon)."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
+    eps: float = 1e-8
+    clip: float = 0.0
+    """Largest length of the gradient; 0 for no clipping."""
+    accumulate: int = 1
+    """Parts in which a step's batch is run, to save memory."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How long, how fast, at which sizes."""
+
+    steps: int = 0
+    epochs: float = 0.0
+    """Instead of steps: passes over the training images; needs one batch for all sizes."""
+    warmup: int = 0
+    """Steps of linear warm-up."""
+    warmup_epochs: float = 0.0
+    batch: int = 128
+    """Images a step, over all processes together."""
+    batch_by_size: dict[int, int] = field(default_factory=dict)
+    size: int = 0
+    """Side of the images in pixels, where it is always the same."""
+    phases: tuple[Phase, ...] = ()
+    """Or phases that draw sizes."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Cosine and squared error over the grid of sizes x budgets, on images never trained on."""
+
+    every: int = 0
+    """Steps; 0 for the end only."""
+    sizes: tuple[int, ...] = ()
+    """Empty for the sizes trained at."""
+    budgets: tuple[int, ...] = ()
+    """Empty for the smallest, the middle and the largest trained."""
+    batch: int = 0
+    """Images at once, over all processes; 0 for the training batch of the size."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 1000
+    """Steps; 0 for the end only. Last and best are kept."""
+    minutes: float = 0.0
+    """Also after so many minutes; 0 for never."""
+    milestones: tuple[int, ...] = ()
+    """Steps whose checkpoints are kept for good."""
+
+
+@dataclass(frozen=True)
+class FollowConfig:
+    every: int = 10
+    """Steps between looks at the loss; each look makes a GPU wait."""
+    tensorboard: bool = True
+    """Where it is installed."""
+    wandb: str = ""
+    """A project of wandb's to report to."""
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """Everything that makes a run what it is."""
+
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "auto"
+    """auto is bfloat16 (autocast) on CUDA and float32 elsewhere."""
+    parallel: str = "auto"
+    """none, ddp or fsdp (FSDP2) under torchrun; auto is ddp there."""
+    max_minutes: float = 0.0
+    """Stop with a checkpoint after so much wall time of this process; 0 for no limit."""
+    ema: float = 0.0
+    """Decay of an average of the weights, which is then validated and exported; 0 for none."""
+    student: StudentConfig = field(default_factory=StudentConfig)
+    teachers: tuple[TeacherConfig, ...] = ()
+    data: DataConfig = field(default_factory=DataConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    nested: NestedConfig = field(default_factory=NestedConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    follow: FollowConfig = field(default_factory=FollowConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("precision", self.precision, PRECISIONS)
+        _one_of("parallel", self.parallel, PARALLELS)
+        _one_of("optimizer.name", self.optimizer.name, OPTIMIZERS)
+        s, o = self.schedule, self.optimizer
+        if bool(s.steps) == bool(s.epochs):
+            raise DistillError("schedule needs either steps or epochs.")
+        if s.warmup and s.warmup_epochs:
+            raise DistillError("schedule takes warmup (steps) or warmup_epochs, not both.")
+        if bool(s.size) == bool(s.phases):
+            raise DistillError(
+                "schedule needs either size (one image side for all steps) or phases."
+            )
+        for name, value, least in (
+            ("schedule.steps", s.steps, 0),
+            ("schedule.epochs", s.epochs, 0),
+            ("schedule.warmup", s.warmup, 0),
+            ("schedule.warmup_epochs", s.warmup_epochs, 0),
+            ("schedule.batch", s.batch, 1),
+            ("optimizer.lr", o.lr, 0),
+            ("optimizer.lr_min", o.lr_min, 0),
+            ("optimizer.weight_decay", o.weight_decay, 0),
+            ("optimizer.clip", o.clip, 0),
+            ("optimizer.accumulate", o.accumulate, 1),
+            ("data.hold_out", self.data.hold_out, 0),
+            ("data.memory_size", self.data.memory_size, 1),
+            ("validation.every", self.validation.every, 0),
+            ("validation.batch", self.validation.batch, 0),
+            ("checkpoint.every", self.checkpoint.every, 0),
+            ("checkpoint.minutes", self.checkpoint.minutes, 0),
+            ("follow.every", self.follow.every, 1),
+            ("max_minutes", self.max_minutes, 0),
+            *((f"teachers.{i}.micro_batch", t.micro_batch, 0) for i, t in _numbered(self.teachers)),
+            *((f"teachers.{i}.weight", t.weight, 0) for i, t in _numbered(self.teachers)),
+            *((f"teachers.{i}.kl", t.kl, 0) for i, t in _numbered(self.teachers)),
+            *((f"teachers.{i}.cores", t.cores, 0) for i, t in _numbered(self.teachers)),
+            *(
+                (f"teachers.{i}.standardise_images", t.standardise_images, 2)
+                for i, t in _numbered(self.teachers)
+            ),
+        ):
+            if value < least:
+                raise DistillError(f"{name} must be at least {least}, got {value}.")
+        if o.lr_min > o.lr:
+            raise DistillError(f"optimizer.lr_min ({o.lr_min}) is above optimizer.lr ({o.lr}).")
+        if not 0 <= self.ema < 1:
+            raise DistillError(f"ema must be at least 0 and below 1, got {self.ema}.")
+        if self.data.hold_out and self.data.validation:
+            raise DistillError("data takes hold_out or validation, not both.")
+        if self.validation.every and not (self.data.hold_out or self.data.validation):
+            raise DistillError(
+                "validation.every is set but there is nothing to validate on; set data.hold_out "
+                "(a number of images) or data.validation (another source)."
+            )
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The phases, or the one that `schedule.size` stands for."""
+        s = self.schedule
+        return s.phases or (Phase({s.size: 1.0}),)
+
+    def replace(self, **changes: Any) -> DistillConfig:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values of JSON and TOML."""
+        return settings.to_table(self)
+
+    def to_toml(self) -> str:
+        return settings.to_toml(self.to_dict())
+
+    @classmethod
+    def from_dict(cls, table: object) -> DistillConfig:
+        """Unknown settings are refused, with the nearest known name."""
+        return settings.from_table(cls, table)
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    data: str | None = None,
+    teacher: str | None = None,
+) -> DistillConfig:
+    """Settings from a TOML file, with some changed.
+
+    Args:
+        path: the file; without one, the defaults and the overrides.
+        overrides: "optimizer.lr=1e-3", "student.config.depth=6", "teachers.0.weight=2", ...
+        data: replaces `data.source`.
+        teacher: replaces the first teacher's name.
+    """
+    table: dict[str, Any] = {}
+    if path is not None:
+        table = settings.parse_toml(_read(Path(path).expanduser()), str(path))
+    if data is not None:
+        settings.override(table, f"data.source={_quoted(data)}")
+    if teacher is not None:
+        first = table.setdefault("teachers", [{}])
+        if isinstance(first, list) and first and isinstance(first[0], dict):
+            first[0]["name"] = teacher
+    for assignment in overrides:
+        settings.override(table, assignment)
+    try:
+        return DistillConfig.from_dict(table)
+    except DistillError as error:
+        if path is None:
+            raise
+        raise DistillError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DistillError(f"there is no settings file {path}; recipes are in configs/.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DistillError(f"cannot read the settings file {path} ({error}).") from error
+
+
+def _quoted(text: str) -> str:
+    return settings._value(text)
+
+
+def _one_of(name: str, value: str, known: Iterable[str]) -> None:
+    if value not in known:
+        raise DistillError(f"unknown {name} {suggest(value, known)}")
+
+
+def _numbered(items: Sequence[Any]) -> list[tuple[int, Any]]:
+    return list(enumerate(items))

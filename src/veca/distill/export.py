@@ -1,0 +1,71 @@
+"""From a run to weights that `veca.load` reads, with everything they come from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from veca.config import VecaConfig
+from veca.distill.checkpoint import CheckpointStore
+from veca.distill.errors import DistillError
+from veca.distill.standardise import from_tensors, save_targets
+from veca.distill.student import save_heads
+from veca.weights import store
+
+FINAL = "final"
+
+_BACKBONE, _HEADS = "backbone.", "heads."
+
+
+def export_sections(
+    sections: Mapping[str, Mapping[str, Tensor]], about: Mapping[str, Any], folder: Path
+) -> Path:
+    """Write a student as a weights folder; the averaged weights where an average was kept.
+
+    Beside the model: `heads.safetensors` for further teachers, `targets.safetensors` to map
+    features back to the teacher's own scale.
+    """
+    tensors = sections.get("ema", sections["student"])
+    backbone = {n.removeprefix(_BACKBONE): t for n, t in tensors.items() if n.startswith(_BACKBONE)}
+    heads = {n.removeprefix(_HEADS): t for n, t in tensors.items() if n.startswith(_HEADS)}
+    config = VecaConfig.from_dict(about["architecture"])
+    provenance = {**about["provenance"], "steps": about["step"], "samples": about["samples"]}
+    provenance["complete"] = about["step"] >= provenance["steps_planned"]
+    provenance["averaged"] = "ema" in sections
+    if heads:
+        save_heads(heads, [t["name"] for t in provenance["teachers"]], folder)
+    if "targets" in sections:
+        save_targets(from_tensors(sections["targets"]), folder)
+    return store.save_state(backbone, config, folder, provenance=provenance)
+
+
+def export_checkpoint(
+    run: str | os.PathLike[str], to: str | os.PathLike[str], *, which: str | int = "best"
+) -> Path:
+    """Turn a checkpoint of a run into a weights folder.
+
+    Args:
+        run: the run's folder (its --out).
+        which: "best" (by validation), "last", or the number of steps of a checkpoint.
+    """
+    checkpoints = CheckpointStore(Path(run).expanduser())
+    steps = checkpoints.steps()
+    if not steps:
+        raise DistillError(f"{run} holds no checkpoints; expected the --out folder of a run.")
+    step: int | None
+    if which == "best":
+        step = checkpoints.best_step()
+    elif which == "last":
+        step = steps[-1]
+    else:
+        step = which if isinstance(which, int) else None
+    if step not in steps:
+        known = ", ".join(map(str, steps))
+        raise DistillError(f"{run} has no checkpoint {which!r}; it has those of steps {known}.")
+    found = checkpoints.load(step)
+    assert found is not None
+    return export_sections(found.sections, found.about, Path(to).expanduser())

@@ -1,0 +1,467 @@
+"""The loop: one for stage 1 and stage 2, for one process and for many.
+
+Read top-down: `distill` sets up, `Run.train` is the loop, the rest is what it calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from veca.distill.checkpoint import Checkpoint, CheckpointStore
+from veca.distill.config import DistillConfig
+from veca.distill.errors import DistillError, DivergedError
+from veca.distill.export import FINAL, export_sections
+from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
+from veca.distill.parallel import World, launch, own_torch_state
+from veca.distill.schedule import Plan
+from veca.distill.setup import (
+    Data,
+    Images,
+    build_plan,
+    estimate_statistics,
+    known_statistics,
+    open_data,
+    open_teachers,
+    training_loader,
+    validation_loader,
+)
+from veca.distill.trainer import Trainer
+from veca.distill.validate import mean_loss, validate
+from veca.files import atomic_write_text
+from veca.teachers.base import Teacher
+
+
+@dataclass(frozen=True)
+class DistillResult:
+    """How a run ended."""
+
+    out: Path
+    step: int
+    """Steps done, of `steps`."""
+    steps: int
+    loss: float
+    """Of the last step; NaN if this process did none."""
+    best: float | None
+    """The lowest validation loss so far."""
+    stopped: str
+    """done, time (max_minutes) or signal."""
+    final: Path
+    """The student as a weights folder, for `veca.load`."""
+
+
+def distill(
+    config: DistillConfig,
+    out: str | os.PathLike[str],
+    *,
+    source: Images = None,
+    validation: Images = None,
+    teachers: Sequence[Teacher] | None = None,
+    resume: bool = False,
+    console: Console | None = None,
+) -> DistillResult:
+    """Train a student as the settings say; under torchrun, together with the other processes.
+
+    >>> config = load_config("configs/laptop.toml")
+    >>> result = distill(config, "runs/first")
+    >>> model = veca.load(result.final)
+
+    Args:
+        out: the run's folder: checkpoints/, metrics.jsonl, run.json, config.toml and, at the end,
+            final/.
+        source, validation, teachers: objects to use instead of those the settings name.
+        resume: go on from the last checkpoint in `out`, if there is one.
+        console: where to show progress; None for nowhere.
+
+    Raises:
+        DistillError: the settings do not fit together, or `out` holds another run.
+        DivergedError: the loss became NaN or infinite; the last good checkpoint is kept.
+    """
+    out = Path(out).expanduser()
+    with launch(config.parallel, config.device) as world, own_torch_state(world.device):
+        run = Run(config, out, world, source, validation, teachers, resume, console)
+        try:
+            return run.train()
+        finally:
+            run.close()
+
+
+class Run:
+    """One process's part in a run."""
+
+    def __init__(
+        self,
+        config: DistillConfig,
+        out: Path,
+        world: World,
+        source: Images,
+        validation: Images,
+        teachers: Sequence[Teacher] | None,
+        resume: bool,
+        console: Console | None,
+    ) -> None:
+        self.begun = self._saved = time.monotonic()
+        self.config, self.out, self.world = config, out, world
+        self.store = CheckpointStore(out, milestones=config.checkpoint.milestones)
+        checkpoint = self._find_checkpoint(resume)
+
+        self.data: Data = open_data(config.data, world, source=source, validation=validation)
+        self.teaching = open_teachers(config, world, teachers)
+        self.trainer = Trainer(config, self.teaching, world)
+        architecture = self.trainer.architecture
+        self.plan: Plan = build_plan(config, architecture, self.data.images, world)
+        self.done, self.samples, self.best = 0, 0, math.inf
+        if checkpoint is not None:
+            self._check_checkpoint(checkpoint)
+            self.done = checkpoint.step
+        self.trainer.prepare(self.plan)
+
+        self.follower = Follower(
+            out,
+            steps=self.plan.steps,
+            start=self.done,
+            active=world.is_first,
+            console=console,
+            tensorboard=config.follow.tensorboard,
+            wandb=config.follow.wandb,
+            config=config.to_dict(),
+        )
+        self.meter = Meter(self.teaching.term_names, world)
+        self.loader = training_loader(
+            config,
+            self.data,
+            self.plan,
+            self.trainer.teacher_size,
+            world,
+            self.follower.skipped if world.is_first else None,
+        )
+        self.held_out = validation_loader(config, self.data, self.plan, world)
+        self._check_sizes()
+        if checkpoint is not None:
+            self.trainer.load_state(checkpoint.sections)
+            self.loader.load_state_dict(checkpoint.about["loader"])
+            self.samples = int(checkpoint.about["samples"])
+            self.best = math.inf if checkpoint.about["best"] is None else checkpoint.about["best"]
+        else:
+            self._find_statistics()
+        self._write_run()
+
+    # -------------------------------------------------------------------------------- the loop
+
+    def train(self) -> DistillResult:
+        """All steps that are left, or as many as time allows."""
+        c = self.config
+        stopped, self.loss = "done", math.nan
+        self._restart_clock()
+        with _stop_signals() as signalled:
+            for step in self.plan.from_step(self.done):
+                batch = self.loader.batch(step.number)
+                self.meter.add(step, *self.trainer.step(step, batch))
+                self.done += 1
+                self.samples += step.batch
+
+                last = self.done == self.plan.steps
+                validating = last or _due(self.done, c.validation.every)
+                validating = validating and self.held_out is not None
+                saving = last or _due(self.done, c.checkpoint.every)
+                saving = saving or self.done in c.checkpoint.milestones
+                if not (validating or saving or _due(self.done, c.follow.every)):
+                    continue
+
+                self._look()
+                if self.world.any(bool(signalled)):
+                    stopped = "signal"
+                elif self.world.any(self._minutes() >= c.max_minutes > 0) and not last:
+                    stopped = "time"
+                late = (time.monotonic() - self._saved) / 60 >= c.checkpoint.minutes > 0
+                saving = saving or stopped != "done" or self.world.any(late)
+                better = validating and stopped != "signal" and self._validate()
+                if saving or better:
+                    self._save(better)
+                if stopped != "done":
+                    break
+                self._restart_clock()
+        return self._finish(stopped)
+
+    def _look(self) -> None:
+        """Read the losses back, write them down, and stop if they are not numbers."""
+        now = time.monotonic()
+        try:
+            records = self.meter.flush()
+        except DivergedError as error:
+            self.follower.write(getattr(error, "records", []))
+            raise self._diverged(error) from None
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        images = sum(record["batch"] for record in records)
+        waited = (self.loader.waited_s - self._waited) / max(now - self._since, 1e-9)
+        self.follower.train(records, rate=images / seconds, waited=waited)
+        if records:
+            self.loss = records[-1]["loss"]
+        if self.world.is_first:
+            self.store.check()
+
+    def _validate(self) -> bool:
+        """Measure on the held-out images; whether it is the best so far."""
+        assert self.held_out is not None
+        with self.trainer.averaged():
+            rows = validate(
+                self.trainer.student,
+                self.teaching,
+                self.held_out,
+                sizes=self.validation_sizes,
+                budgets=self.validation_budgets,
+                batches=self.validation_batches,
+                normalise=self.trainer.normalise,
+                world=self.world,
+                autocast=self.trainer.autocast,
+            )
+        loss = mean_loss(rows, self.teaching)
+        self.follower.validation({"step": self.done, "loss": loss, "grid": rows})
+        better = loss < self.best
+        self.best = min(loss, self.best)
+        return better
+
+    def _save(self, best: bool) -> None:
+        """Copy everything to the host; a thread of the first rank writes it."""
+        sections = self.trainer.state()
+        if self.world.is_first:
+            self.store.save(self.done, sections, self._about(), best=best)
+        self._saved = time.monotonic()
+
+    def _finish(self, stopped: str) -> DistillResult:
+        final = self.out / FINAL
+        sections = self.trainer.state()
+        if self.world.is_first:
+            self.store.wait()
+            export_sections(sections, {**self._about(), "step": self.done}, final)
+            self.follower.say(_ending(stopped, self.done, self.plan.steps, self.out, final))
+        self.world.barrier()
+        best = self.best if math.isfinite(self.best) else None
+        return DistillResult(self.out, self.done, self.plan.steps, self.loss, best, stopped, final)
+
+    def close(self) -> None:
+        self.loader.close()
+        if self.held_out is not None:
+            self.held_out.close()
+        # A save under way is let finish, whatever ended the run.
+        with contextlib.suppress(Exception):
+            self.store.wait()
+        self.follower.close()
+
+    # ------------------------------------------------------------------------------ beginnings
+
+    def _find_checkpoint(self, resume: bool) -> Checkpoint | None:
+        """The checkpoint to go on from, on all ranks; the first rank reads it."""
+        problem, about, sections = None, None, None
+        if self.world.is_first:
+            try:
+                steps = self.store.steps()
+                if steps and not resume:
+                    raise DistillError(
+                        f"{self.out} holds a run that got to step {steps[-1]}; add --resume to go "
+                        "on with it, or choose another --out."
+                    )
+                self.out.mkdir(parents=True, exist_ok=True)
+                self.store.clean()
+                found = self.store.load()
+                if found is not None:
+                    about, sections = found.about, found.sections
+            except DistillError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"cannot write to {self.out} ({error.strerror}); choose another --out."
+        problem, about = self.world.from_first((problem, about))
+        if problem is not None:
+            raise DistillError(problem)
+        if about is None:
+            return None
+        names = self.world.from_first(None if sections is None else list(sections))
+        spread = {
+            name: self.world.spread(None if sections is None else sections[name]) for name in names
+        }
+        return Checkpoint(self.store.path(int(about["step"])), about, spread)
+
+    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Refuse to go on with another student, other teachers or another optimiser."""
+        about = checkpoint.about
+        mine = self.trainer.architecture.to_dict()
+        different = [name for name in mine if about["architecture"].get(name) != mine[name]]
+        if different:
+            name = different[0]
+            raise DistillError(
+                f"{checkpoint.path} belongs to another architecture: its {name} is "
+                f"{about['architecture'].get(name)!r}, here it is {mine[name]!r}; resume with the "
+                "settings it was made with, or choose another --out."
+            )
+        for what, theirs, ours in (
+            ("optimizer", about["optimizer"], self.config.optimizer.name),
+            ("teachers", about["teachers"], [lesson.name for lesson in self.teaching.lessons]),
+            ("seed", about["seed"], self.config.seed),
+        ):
+            if theirs != ours:
+                raise DistillError(
+                    f"{checkpoint.path} was made with {what} {theirs!r}, here it is {ours!r}; "
+                    "resume with the same, or choose another --out."
+                )
+
+    def _check_sizes(self) -> None:
+        """Settle the grid of validation, and have every size refused that a teacher cannot see."""
+        v, sizes = self.config.validation, self.plan.sizes
+        budgets = self.plan.budgets.budgets
+        middle = budgets[len(budgets) // 2]
+        self.validation_sizes = v.sizes or sizes.sizes
+        self.validation_budgets = v.budgets or tuple(sorted({budgets[0], middle, budgets[-1]}))
+        most = self.trainer.architecture.num_cores
+        if not all(1 <= budget <= most for budget in self.validation_budgets):
+            raise DistillError(
+                f"validation.budgets must be from 1 to {most}, got {list(self.validation_budgets)}."
+            )
+        patch = self.trainer.architecture.patch_size
+        for size in (*sizes.sizes, *self.validation_sizes):
+            if size < patch or size % patch:
+                raise DistillError(
+                    f"image sizes must be multiples of the patch size {patch}, got {size}."
+                )
+            self.trainer.teacher_size(size)
+        # Of a size that is not trained at, as many pixels at once as of the largest that is.
+        largest = max(sizes.sizes)
+        self.validation_batches = {}
+        for size in self.validation_sizes:
+            scaled = max(1, int(sizes.batches[largest] * min(1.0, (largest / size) ** 2)))
+            batch = v.batch or sizes.batches.get(size, scaled)
+            self.validation_batches[size] = max(1, batch // self.world.size) * self.world.size
+
+    def _find_statistics(self) -> None:
+        """The scale of the targets: given, stored with the first weights, or estimated."""
+        self.teaching.set_statistics(
+            known_statistics(self.config, self.teaching), self.world.device
+        )
+        patch = self.trainer.architecture.patch_size
+        estimated = estimate_statistics(self.teaching, self.loader, self.plan, patch, self.world)
+        self.teaching.set_statistics(estimated, self.world.device)
+
+    def _write_run(self) -> None:
+        """run.json and config.toml: everything needed to do it again."""
+        if not self.world.is_first:
+            return
+        atomic_write_text(self.out / "config.toml", self.config.to_toml())
+        about = {
+            "config": self.config.to_dict(),
+            "versions": versions(),
+            "machine": machine(self.world),
+            "provenance": self._provenance(),
+        }
+        write_run(self.out, about, {"from_step": self.done, "processes": self.world.size})
+
+    def _provenance(self) -> dict[str, Any]:
+        """What the weights come from, as plain JSON."""
+        c, first = self.config, self.teaching.lessons[0]
+        return {
+            "method": "distillation",
+            "teacher": first.teacher.describe(),
+            "teachers": [lesson.teacher.describe() for lesson in self.teaching.lessons],
+            "standardised": sorted(self.teaching.statistics()),
+            "data": {
+                "source": c.data.source or type(self.data.source).__name__,
+                "images": self.data.images,
+                "fingerprint": self.loader.fingerprint(),
+                "validation": self.data.split,
+                "augment": c.data.augment.to_dict(),
+            },
+            "init": {
+                "weights": c.student.init or None,
+                "provenance": self.trainer.start.provenance,
+                "patch_embedding_from": self.trainer.start.patch_from,
+            },
+            "steps_planned": self.plan.steps,
+            "sizes": list(self.plan.sizes.sizes),
+            "budgets": list(self.plan.budgets.budgets),
+            "budget_weights": list(self.plan.budgets.weights),
+            "optimizer": c.optimizer.name,
+            "lr": c.optimizer.lr,
+            "seed": c.seed,
+            "code": code_version(),
+            "torch": str(torch.__version__),
+        }
+
+    def _about(self) -> dict[str, Any]:
+        """What a checkpoint says beside its tensors."""
+        return {
+            "samples": self.samples,
+            "architecture": self.trainer.architecture.to_dict(),
+            "teachers": [lesson.name for lesson in self.teaching.lessons],
+            "optimizer": self.config.optimizer.name,
+            "seed": self.config.seed,
+            "loader": self.loader.state_dict(),
+            "best": self.best if math.isfinite(self.best) else None,
+            "config": self.config.to_dict(),
+            "provenance": self._provenance(),
+        }
+
+    # ------------------------------------------------------------------------------------ small
+
+    def _minutes(self) -> float:
+        return (time.monotonic() - self.begun) / 60
+
+    def _restart_clock(self) -> None:
+        """Speed is measured from here: validation and saving do not count."""
+        self._since, self._waited = time.monotonic(), self.loader.waited_s
+
+    def _diverged(self, error: DivergedError) -> DivergedError:
+        kept = self.store.steps()
+        where = (
+            f"the last good checkpoint, of step {kept[-1]}, is kept in {self.store.folder}"
+            if kept
+            else "no checkpoint had been written yet"
+        )
+        return DivergedError(
+            f"{error}; {where}. Lower optimizer.lr, set optimizer.clip, or look at the images of "
+            "that step."
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:
+    if stopped == "done":
+        return f"{steps} steps done; the student is in {final}"
+    why = "max_minutes is over" if stopped == "time" else "asked to stop"
+    return (
+        f"{why} at step {done} of {steps}; go on with --resume --out {out}. The student so far is "
+        f"in {final}"
+    )
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, for a clean stop; a second one acts as it always did."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    for wanted in (signal.SIGINT, signal.SIGTERM):
+        before[wanted] = signal.signal(wanted, note)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,181 @@
+"""The network that learns, with a head for each teacher whose features it does not give itself.
+
+The backbone's own output is for the first teacher, so that what is shipped is a plain Veca. Every
+further teacher gets linear heads on the backbone's final, normed tokens; they are trained with
+it and stored apart (`heads.safetensors`). So does a first teacher whose global and dense
+features differ in width, which one shared projection cannot give.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from veca import files
+from veca.config import VecaConfig, preset
+from veca.distill.errors import DistillError
+from veca.errors import OutputError
+from veca.model import Veca, initialize
+from veca.teachers.base import Teacher
+from veca.weights import load
+
+HEADS = "heads.safetensors"
+
+
+class Prediction(NamedTuple):
+    """What the student says a teacher would say."""
+
+    cls: Tensor
+    """[B, D]."""
+    patches: Tensor
+    """[B, N, D']."""
+
+
+class Head(nn.Module):
+    """Linear maps from the backbone's tokens to a teacher's global and dense features."""
+
+    def __init__(self, width: int, cls_width: int, dense_width: int) -> None:
+        super().__init__()
+        self.cls = nn.Linear(width, cls_width)
+        # One map for both where it can be, as the backbone's own projection does.
+        self.dense = nn.Linear(width, dense_width) if dense_width != cls_width else None
+        initialize(self)
+
+    def forward(self, cls: Tensor, patches: Tensor) -> Prediction:
+        dense = self.cls if self.dense is None else self.dense
+        return Prediction(self.cls(cls), dense(patches))
+
+
+class Student(nn.Module):
+    """A backbone and its heads; gives one prediction for each teacher.
+
+    Args:
+        widths: (global, dense) widths of each teacher's features, in order.
+    """
+
+    def __init__(self, backbone: Veca, widths: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.widths = list(widths)
+        own = uses_own_output(widths[0])
+        if own and backbone.config.feature_width != widths[0][0]:
+            raise DistillError(
+                f"the student's features are {backbone.config.feature_width} wide, the teacher's "
+                f"{widths[0][0]}; leave student.config.output_width out, or start from weights "
+                "made for this teacher."
+            )
+        width = backbone.config.width
+        self.heads = nn.ModuleDict(
+            {str(i): Head(width, *pair) for i, pair in enumerate(widths) if i or not own}
+        )
+
+    def forward(self, images: Tensor, cores: int | None = None) -> list[Prediction]:
+        """Predictions of every teacher's features for normalised `images` [B, 3, H, W]."""
+        backbone = self.backbone
+        depth = backbone.config.depth
+        (raw,) = backbone.forward_intermediates(images, cores, layers=(depth,), norm=False)
+        cls, patches = backbone.norm(raw.cls), backbone.norm(raw.patches)
+        return [
+            self.heads[str(i)](cls, patches)
+            if str(i) in self.heads
+            else Prediction(backbone.project(cls), backbone.project(patches))
+            for i in range(len(self.widths))
+        ]
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.backbone.blocks)
+
+
+def uses_own_output(widths: tuple[int, int]) -> bool:
+    """Whether the backbone's own output can be the first teacher's features."""
+    return widths[0] == widths[1]
+
+
+def student_config(name: str, changes: dict[str, object], first: tuple[int, int]) -> VecaConfig:
+    """A preset's configuration with some fields changed, its output as wide as the teacher's."""
+    config = preset(name).replace(**changes)
+    if uses_own_output(first) and config.output_width is None and config.width != first[0]:
+        config = config.replace(output_width=first[0])
+    return config
+
+
+def take_patch_embedding(backbone: Veca, teachers: Sequence[Teacher]) -> str | None:
+    """Copy the patch convolution of the first teacher that has one of the student's shape.
+
+    Returns that teacher's name. The copy allows for the two normalising pixels differently.
+    """
+    conv = backbone.patch_embed
+    config = backbone.config
+    for teacher in teachers:
+        found = teacher.patch_embedding(config.image_mean, config.image_std)
+        if found is not None and found[0].shape == conv.weight.shape:
+            with torch.no_grad():
+                conv.weight.copy_(found[0])
+                if conv.bias is not None:
+                    conv.bias.copy_(found[1])
+            return teacher.name
+    return None
+
+
+# ----------------------------------------------------------------------------------- the heads
+
+
+def save_heads(
+    tensors: dict[str, Tensor], teachers: Sequence[str], folder: str | os.PathLike[str]
+) -> Path:
+    """Write heads beside a model's weights: "TEACHER/cls.weight" and so on.
+
+    `tensors` are named "INDEX.cls.weight" by the teacher's place, as in `Student.heads`.
+    """
+    path = Path(folder) / HEADS
+    named = {}
+    for name, tensor in tensors.items():
+        index, _, rest = name.partition(".")
+        named[f"{teachers[int(index)]}/{rest}"] = tensor.detach().cpu().contiguous()
+    with files.temporary_beside(path) as temporary:
+        try:
+            save_file(named, temporary)
+        except SafetensorError as error:
+            raise OutputError(f"cannot write {path} ({error}); free some space.") from error
+        files.commit(temporary, path)
+    return path
+
+
+def load_heads(folder: str | os.PathLike[str]) -> dict[str, Head]:
+    """The heads stored beside a model's weights, by teacher; none gives an empty dict.
+
+    >>> raw = model.forward_intermediates(images, layers=(model.config.depth,), norm=False)[0]
+    >>> heads["clip"](model.norm(raw.cls), model.norm(raw.patches))
+    """
+    path = Path(folder).expanduser() / HEADS
+    if not path.is_file():
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DistillError(f"cannot read the heads in {path} ({error}).") from error
+    by_teacher: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        teacher, _, rest = name.rpartition("/")
+        by_teacher.setdefault(teacher, {})[rest] = tensor.float()
+    heads = {}
+    for teacher, state in by_teacher.items():
+        cls_width, width = state["cls.weight"].shape
+        dense_width = len(state.get("dense.weight", state["cls.weight"]))
+        head = Head(width, cls_width, dense_width)
+        head.load_state_dict(state)
+        heads[teacher] = head.eval()
+    return heads
+
+
+def load_backbone(source: str, *, backend: str) -> Veca:
+    """Stored weights as a network to train on, float32 on the host."""
+    return load(source, backend=backend).train()

@@ -1,0 +1,143 @@
+"""The teachers of a run: what they say about a batch, and how far the student is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from veca.distill.config import LossConfig, TeacherConfig
+from veca.distill.errors import DistillError
+from veca.distill.losses import Losses, classifier_kl, distillation_loss
+from veca.distill.standardise import TargetStatistics
+from veca.distill.student import Prediction
+from veca.teachers.base import Teacher
+
+
+class Target(NamedTuple):
+    """What the student is to learn from one teacher, float32."""
+
+    cls: Tensor
+    """[B, D], standardised if so asked."""
+    patches: Tensor
+    """[B, N, D']."""
+    logits: Tensor | None
+    """[B, K] of the teacher's own classifier, where the loss wants them."""
+
+
+@dataclass
+class Lesson:
+    """One teacher, its settings and the scale of its features."""
+
+    teacher: Teacher
+    settings: TeacherConfig
+    statistics: TargetStatistics | None = None
+
+    @property
+    def name(self) -> str:
+        return self.teacher.name
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of its global and its dense features."""
+        return self.teacher.width, self.teacher.dense_width
+
+
+class Teaching:
+    """All teachers of a run and the loss."""
+
+    def __init__(self, lessons: Sequence[Lesson], loss: LossConfig) -> None:
+        self.lessons, self.loss = list(lessons), loss
+        names = [lesson.name for lesson in lessons]
+        if len(set(names)) < len(names):
+            raise DistillError(f"the teachers need different names, got {', '.join(names)}.")
+        for lesson in lessons:
+            if lesson.settings.kl:
+                # One look, before hours of training: not every teacher has a classifier.
+                probe = torch.zeros(1, lesson.teacher.width, device=lesson.teacher.device)
+                if lesson.teacher.classify(probe) is None:
+                    raise DistillError(
+                        f"teacher {lesson.name} has no classifier of its own; set its kl to 0."
+                    )
+
+    def image_size(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """The pixels (H, W) the teachers should be shown for a student's grid: the largest wanted.
+
+        The others resize it down themselves.
+        """
+        sizes = [lesson.teacher.input_size(grid) for lesson in self.lessons]
+        return max(size[0] for size in sizes), max(size[1] for size in sizes)
+
+    @torch.no_grad()
+    def features(self, lesson: Lesson, pixels: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
+        """A teacher's own (global, dense) features, a micro-batch at a time."""
+        step = lesson.settings.micro_batch or len(pixels)
+        parts = [lesson.teacher.features(part, grid) for part in pixels.split(step)]
+        if len(parts) == 1:
+            return parts[0].cls.float(), parts[0].patches.float()
+        cls = torch.cat([part.cls for part in parts]).float()
+        return cls, torch.cat([part.patches for part in parts]).float()
+
+    @torch.no_grad()
+    def targets(self, pixels: Tensor, grid: tuple[int, int]) -> list[Target]:
+        """What the student is to learn about `pixels` [B, 3, H, W], 0..1, on its patch grid."""
+        targets = []
+        for lesson in self.lessons:
+            cls, patches = self.features(lesson, pixels, grid)
+            logits = lesson.teacher.classify(cls) if lesson.settings.kl else None
+            if lesson.statistics is not None:
+                cls = lesson.statistics.cls.standardise(cls)
+                patches = lesson.statistics.dense.standardise(patches)
+            targets.append(Target(cls, patches, logits))
+        return targets
+
+    def judge(self, predictions: Sequence[Prediction], targets: Sequence[Target]) -> list[Losses]:
+        """The loss terms for each teacher; `total` of all is what is minimised."""
+        losses = []
+        for lesson, said, target in zip(self.lessons, predictions, targets, strict=True):
+            one = distillation_loss(
+                *said, target.cls, target.patches, dense=self.loss.dense, mse=self.loss.mse
+            )
+            if target.logits is not None:
+                cls = said.cls.float()
+                if lesson.statistics is not None:
+                    cls = lesson.statistics.cls.unstandardise(cls)
+                logits = lesson.teacher.classify(cls)
+                kl = classifier_kl(logits, target.logits)  # type: ignore[arg-type]
+                one = one._replace(kl=kl, total=one.total + lesson.settings.kl * kl)
+            losses.append(one)
+        return losses
+
+    def total(self, losses: Sequence[Losses]) -> Tensor:
+        """The weighted sum over the teachers."""
+        return sum(  # type: ignore[return-value]
+            lesson.settings.weight * one.total
+            for lesson, one in zip(self.lessons, losses, strict=True)
+        )
+
+    def terms(self, losses: Sequence[Losses]) -> Tensor:
+        """What is written down about a step: the total, then each teacher's terms. [1 + 4 T]."""
+        with torch.no_grad():
+            parts = [part for one in losses for part in one[1:]]
+            return torch.stack([self.total(losses), *parts]).detach()
+
+    @property
+    def term_names(self) -> list[str]:
+        """The names of `terms`; with several teachers, each with its teacher's."""
+        several = len(self.lessons) > 1
+        return ["loss"] + [
+            f"{part}/{lesson.name}" if several else part
+            for lesson in self.lessons
+            for part in Losses._fields[1:]
+        ]
+
+    def statistics(self) -> dict[str, TargetStatistics]:
+        return {x.name: x.statistics for x in self.lessons if x.statistics is not None}
+
+    def set_statistics(self, known: Mapping[str, TargetStatistics], device: torch.device) -> None:
+        for lesson in self.lessons:
+            if lesson.name in known:
+                lesson.statistics = known[lesson.name].to(device)

@@ -1,0 +1,169 @@
+"""One training step, and everything that a checkpoint has to hold to go on after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.data import Batch
+from veca.distill.config import DistillConfig
+from veca.distill.draws import seed_torch
+from veca.distill.ema import WeightAverage
+from veca.distill.errors import DistillError
+from veca.distill.optim import Optimizers
+from veca.distill.parallel import World, shard
+from veca.distill.schedule import Plan, Step
+from veca.distill.setup import Start, build_student, compile_blocks
+from veca.distill.standardise import from_tensors, to_tensors
+from veca.distill.teaching import Teaching
+
+
+class Trainer:
+    """Student, optimisers and average, as one thing that steps, saves and loads.
+
+    Nothing here knows how many processes there are, or writes a file.
+    """
+
+    def __init__(self, config: DistillConfig, teaching: Teaching, world: World) -> None:
+        self.config, self.teaching, self.world = config, teaching, world
+        self.start: Start = build_student(config.student, teaching, config.seed)
+        self.student = self.start.student.to(world.device).train()
+        self.architecture = self.student.backbone.config
+        precision = config.precision
+        if precision == "auto":
+            precision = "bfloat16" if world.device.type == "cuda" else "float32"
+        self.half = precision == "bfloat16"
+        mean, std = self.architecture.image_mean, self.architecture.image_std
+        self._mean = torch.tensor(mean, device=world.device).view(1, 3, 1, 1)
+        self._std = torch.tensor(std, device=world.device).view(1, 3, 1, 1)
+
+    def prepare(self, plan: Plan) -> None:
+        """Compile, spread over the processes and make the optimisers."""
+        o = self.config.optimizer
+        if self.config.student.compile:
+            variants = len(plan.budgets.budgets) * len(plan.sizes.sizes)
+            compile_blocks(self.student, variants)
+        self.wrapped = self.world.wrap(self.student, self.student.blocks())
+        self.parameters = list(self.student.parameters())
+        self.optimizers = Optimizers(
+            self.student,
+            name=o.name,
+            lr=o.lr,
+            weight_decay=o.weight_decay,
+            mu=o.mu,
+            beta2=o.beta2,
+            nesterov=o.nesterov,
+            cautious=o.cautious,
+            betas=o.betas,
+            eps=o.eps,
+        )
+        self.ema = WeightAverage(self.student, self.config.ema) if self.config.ema else None
+
+    # ------------------------------------------------------------------------------------ a step
+
+    def step(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Run a step; returns its loss terms and the gradient's length, still on the device."""
+        self.optimizers.set_lr(step.lr)
+        patch = self.architecture.patch_size
+        grid = (step.size // patch, step.size // patch)
+        shown = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
+        count = len(batch.pixels)
+        part_size = -(-count // self.config.optimizer.accumulate)
+        parts = list(zip(batch.pixels.split(part_size), shown.split(part_size), strict=True))
+        terms: Tensor | None = None
+        for i, (pixels, shown_pixels) in enumerate(parts):
+            targets = self.teaching.targets(shown_pixels, grid)
+            images = self.normalise(pixels)
+            share = len(pixels) / count / len(step.budgets)
+            for j, budget in enumerate(step.budgets):
+                last = i + 1 == len(parts) and j + 1 == len(step.budgets)
+                seed_torch(self.config.seed, step.number, j)
+                with self.world.backward(self.wrapped, last=last):
+                    with self.autocast():
+                        predictions = self.wrapped(images, cores=budget)
+                    losses = self.teaching.judge(predictions, targets)
+                    (self.teaching.total(losses) * share).backward()
+                here = self.teaching.terms(losses) * share
+                terms = here if terms is None else terms + here
+        self.world.finish_backward()
+        norm = self.world.clip_gradients(self.parameters, self.config.optimizer.clip)
+        self.optimizers.step()
+        self.optimizers.zero_grad()
+        if self.ema is not None:
+            self.ema.update(step.number + 1)
+        assert terms is not None
+        return terms, norm
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels in 0..1 -> what the student expects."""
+        return (pixels - self._mean) / self._std
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.half:
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the student has its averaged weights, if an average is kept."""
+        if self.ema is None:
+            yield
+            return
+        self.world.weights_changed(self.student)
+        with self.ema.applied():
+            yield
+            self.world.weights_changed(self.student)
+
+    # --------------------------------------------------------------------------------- its state
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Whole tensors on the host of the first rank, by section and name. All ranks call it."""
+        sections: dict[str, Mapping[str, Tensor]] = {
+            "student": dict(self.student.named_parameters()),
+            "optimizer": self.optimizers.state_tensors(),
+        }
+        if self.ema is not None:
+            sections["ema"] = self.ema.tensors
+        if statistics := self.teaching.statistics():
+            sections["targets"] = to_tensors(statistics)
+        return {name: self.world.gather(tensors) for name, tensors in sections.items()}
+
+    def load_state(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what `state` gave, on any number of processes; all ranks pass the same."""
+        self._load_student(sections["student"])
+        self.optimizers.load_state_tensors(dict(sections.get("optimizer", {})), shard)
+        if self.ema is not None:
+            # An average that is asked for only now starts from the weights as they are.
+            stored = sections.get("ema", sections["student"])
+            pieces = {name: shard(stored[name], p) for name, p in self.ema.parameters.items()}
+            self.ema.load(pieces)
+        if "targets" in sections:
+            self.teaching.set_statistics(from_tensors(sections["targets"]), self.world.device)
+
+    @torch.no_grad()
+    def _load_student(self, stored: Mapping[str, Tensor]) -> None:
+        mine = dict(self.student.named_parameters())
+        shapes = {name: tuple(p.shape) for name, p in mine.items()}
+        theirs = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+        if shapes != theirs:
+            name = next(n for n in [*shapes, *theirs] if shapes.get(n) != theirs.get(n))
+            raise DistillError(
+                f"the checkpoint belongs to another architecture: {name} is "
+                f"{_shape(theirs.get(name))} there and {_shape(shapes.get(name))} here; resume "
+                "with the settings it was made with, or choose another --out."
+            )
+        for name, p in mine.items():
+            p.copy_(shard(stored[name].to(p.dtype), p))
+
+    def teacher_size(self, size: int) -> tuple[int, int]:
+        """The pixels the teachers see when the student sees `size`."""
+        cells = size // self.architecture.patch_size
+        return self.teaching.image_size((cells, cells))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else str(list(shape))

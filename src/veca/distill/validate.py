@@ -1,0 +1,120 @@
+"""How close the student is on images it never trained on, over sizes x budgets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.data import Batch, Loader
+from veca.distill.losses import cosine_distance
+from veca.distill.parallel import World
+from veca.distill.student import Prediction, Student
+from veca.distill.teaching import Target, Teaching
+
+Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
+
+_NAMES = ("cls_cos", "cls_mse", "dense_cos", "dense_mse", "loss")
+
+
+@torch.no_grad()
+def validate(
+    student: Student,
+    teaching: Teaching,
+    loader: Loader,
+    *,
+    sizes: Sequence[int],
+    budgets: Sequence[int],
+    batches: dict[int, int],
+    normalise: Callable[[Tensor], Tensor],
+    world: World,
+    autocast: Autocast = contextlib.nullcontext,
+) -> list[dict[str, Any]]:
+    """One row for each size and budget (and teacher, where there are several).
+
+    `cls_cos` and `dense_cos` are mean cosines (1 is best), `cls_mse` and `dense_mse` mean squared
+    errors, all between what the student gives and what it learns (standardised targets, if so
+    trained); `loss` is the training loss without the classifier's term. The mean over images is
+    exact, whatever the batch and the number of ranks.
+
+    Args:
+        batches: images at once at each size, over all ranks.
+    """
+    was_training = student.training
+    student.eval()
+    patch = student.backbone.config.patch_size
+    rows = []
+    try:
+        for size in sizes:
+            grid = (size // patch, size // patch)
+            # Apple's GPUs have no float64.
+            dtype = torch.float32 if world.device.type == "mps" else torch.float64
+            shape = (len(budgets), len(teaching.lessons), len(_NAMES))
+            sums = torch.zeros(shape, dtype=dtype, device=world.device)
+            shown = teaching.image_size(grid)
+            count = batches[size]
+            sweep = loader.sweep(size=size, teacher_size=shown, batch_size=count)
+            for batch in _every(sweep, -(-loader.samples // count), size, shown, world):
+                real = len(batch.indices)
+                pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
+                targets = teaching.targets(pixels, grid)
+                images = normalise(batch.pixels)
+                for i, budget in enumerate(budgets):
+                    with autocast():
+                        predictions = student(images, cores=budget)
+                    if real:
+                        for j, (said, target) in enumerate(zip(predictions, targets, strict=True)):
+                            sums[i, j] += _measure(said, target, teaching)
+            means = (world.sum(sums) / loader.samples).tolist()
+            rows += [
+                _row(size, budget, teaching, j, values)
+                for budget, by_teacher in zip(budgets, means, strict=True)
+                for j, values in enumerate(by_teacher)
+            ]
+    finally:
+        student.train(was_training)
+    return rows
+
+
+def mean_loss(rows: Sequence[dict[str, Any]], teaching: Teaching) -> float:
+    """The mean over the grid of the teachers' weighted losses: what "best" goes by."""
+    weights = {lesson.name: lesson.settings.weight for lesson in teaching.lessons}
+    first = teaching.lessons[0].name
+    cells = len({(row["size"], row["cores"]) for row in rows})
+    return sum(weights[row.get("teacher", first)] * row["loss"] for row in rows) / cells
+
+
+def _every(sweep: Any, count: int, size: int, shown: tuple[int, int], world: World) -> Any:
+    """The batches of a sweep, with one of no images where this rank has no part in one.
+
+    With FSDP2 all ranks must run the student equally often.
+    """
+    ahead = next(sweep, None)
+    for number in range(count):
+        if ahead is not None and ahead.step == number:
+            yield ahead
+            ahead = next(sweep, None)
+        else:
+            blank = torch.zeros(1, 3, size, size, device=world.device)
+            big = torch.zeros(1, 3, *shown, device=world.device)
+            yield Batch(blank, big, torch.empty(0, dtype=torch.long), 0, number)
+
+
+def _measure(said: Prediction, target: Target, teaching: Teaching) -> Tensor:
+    """Sums over the images of the batch of what `_NAMES` names."""
+    cls = cosine_distance(said.cls, target.cls)
+    cls_mse = (said.cls.float() - target.cls).square().mean(dim=-1)
+    dense = cosine_distance(said.patches, target.patches).mean(dim=1)
+    dense_mse = (said.patches.float() - target.patches).square().mean(dim=(1, 2))
+    loss = cls + teaching.loss.dense * (dense + teaching.loss.mse * dense_mse)
+    return torch.stack([1 - cls, cls_mse, 1 - dense, dense_mse, loss]).sum(dim=1)
+
+
+def _row(
+    size: int, budget: int, teaching: Teaching, place: int, values: Sequence[float]
+) -> dict[str, Any]:
+    named = {"teacher": teaching.lessons[place].name} if len(teaching.lessons) > 1 else {}
+    return {"size": size, "cores": budget, **named, **dict(zip(_NAMES, values, strict=True))}

@@ -1,0 +1,337 @@
+"""Something that gives features: VECA weights at a budget, a teacher, a dense ViT.
+
+Everybody gets the same pixels (0..1, not normalised) and brings them to its own size and
+normalisation. The protocol's cell (16 pixels) says how fine the grid is. A network whose own stride
+is at most that runs at the size nearest to the image on its own grid: patch 14 sees 518 x 518
+pixels, on 37 x 37 patches, where patch 16 sees 512 x 512 on 32 x 32. A coarser one, such as a CNN
+of stride 32, is shown the image enlarged, so that its dense features fall on the protocol's cells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from veca.config import VecaConfig
+from veca.cost import cost
+from veca.dense import DenseVit
+from veca.images import normalize
+from veca.memory import is_out_of_memory
+from veca.model import Veca, check_budget
+from veca.probe.errors import ProbeError
+from veca.weights import weights_hash
+from veca.weights.tensors import content_hash
+
+if TYPE_CHECKING:
+    from veca.teachers import Teacher
+
+Grid = tuple[int, int]
+
+STUDENT, TEACHER, BASELINE = "student", "teacher", "baseline"
+ROLES = (STUDENT, TEACHER, BASELINE)
+
+
+class Features(NamedTuple):
+    """Of a batch of images, float32."""
+
+    cls: Tensor
+    """[B, D] the global feature."""
+    patches: Tensor
+    """[B, h * w, D'] the dense features, row by row."""
+    grid: Grid
+
+
+class Compute(NamedTuple):
+    """What one image costs; None where it is not known."""
+
+    interactions: int | None
+    """Query-key pairs in one layer's attention; None for networks without attention."""
+    flops: int | None
+    """A multiply-add is two."""
+
+
+class Backbone(ABC):
+    """One row of a table: a frozen network, at one budget if it has such."""
+
+    name: str
+    role: str
+    """"student", "teacher" (what retention is measured against) or "baseline"."""
+    cores: int | None = None
+    device: torch.device
+
+    @property
+    def label(self) -> str:
+        return self.name if self.cores is None else f"{self.name} C={self.cores}"
+
+    @abstractmethod
+    def grid_for(self, size: Grid, cell: int) -> Grid:
+        """Its feature grid (h, w) for images of `size` (height, width) pixels; see the module."""
+
+    @abstractmethod
+    def features(self, pixels: Tensor, grid: Grid) -> Features:
+        """Features of `pixels` [B, 3, H, W], float in 0..1, on `grid`."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any] | None:
+        """What its features depend on, as JSON types: the key of a cache. None: cannot be told."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What the record of a run says of it, as JSON types; the same at every budget."""
+
+    @abstractmethod
+    def compute(self, size: Grid, cell: int) -> Compute:
+        """What one image of `size` pixels costs."""
+
+
+class VecaBackbone(Backbone):
+    """A VECA network at a budget; the first core is the global feature."""
+
+    def __init__(
+        self, model: Veca, cores: int | None = None, *, name: str = "veca", role: str = STUDENT
+    ) -> None:
+        self.model = model.eval()
+        self.cores = check_budget(cores, model.config.num_cores)
+        self.name, self.role = name, role
+        self._hash: str | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return next(self.model.parameters()).device
+
+    def at(self, budgets: Iterable[int]) -> list[VecaBackbone]:
+        """The same network at other budgets; the weights are shared."""
+        rows = []
+        for budget in budgets:
+            row = VecaBackbone(self.model, budget, name=self.name, role=self.role)
+            row._hash = self.hash()
+            rows.append(row)
+        return rows
+
+    def grid_for(self, size: Grid, cell: int) -> Grid:
+        return own_grid(size, self.model.config.patch_size, cell)
+
+    def features(self, pixels: Tensor, grid: Grid) -> Features:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        with torch.inference_mode():
+            out = self.model(images, cores=self.cores)
+        return Features(out.cls.float(), out.patches.float(), out.grid)
+
+    def hash(self) -> str:
+        if self._hash is None:
+            self._hash = weights_hash(self.model)
+        return self._hash
+
+    def identity(self) -> dict[str, Any]:
+        config = self.model.config.to_dict()
+        return {"kind": "veca", "weights": self.hash(), "config": config, "cores": self.cores}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "veca",
+            "weights_sha256": self.hash(),
+            "config": self.model.config.to_dict(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+        }
+
+    def compute(self, size: Grid, cell: int) -> Compute:
+        found = _config_cost(self.model.config, self.grid_for(size, cell), self.cores).veca
+        return Compute(found.interactions, found.flops)
+
+
+class DenseBackbone(Backbone):
+    """A dense ViT of this package, the yardstick."""
+
+    def __init__(self, model: DenseVit, *, name: str = "dense", role: str = BASELINE) -> None:
+        self.model = model.eval()
+        self.name, self.role = name, role
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return next(self.model.parameters()).device
+
+    def grid_for(self, size: Grid, cell: int) -> Grid:
+        return own_grid(size, self.model.config.patch_size, cell)
+
+    def features(self, pixels: Tensor, grid: Grid) -> Features:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        with torch.inference_mode():
+            out = self.model(images)
+        return Features(out.cls.float(), out.patches.float(), out.grid)
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "kind": "dense",
+            "weights": content_hash(self.model.state_dict()),
+            "config": self.model.config.to_dict(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return {"kind": "dense", "config": self.model.config.to_dict(), "parameters": parameters}
+
+    def compute(self, size: Grid, cell: int) -> Compute:
+        found = _config_cost(self.model.config, self.grid_for(size, cell), None).dense
+        return Compute(found.interactions, found.flops)
+
+
+class TeacherBackbone(Backbone):
+    """A teacher of `veca.teachers`: its own size, normalisation, tokens and choice of feature."""
+
+    def __init__(self, teacher: Teacher, *, name: str | None = None, role: str = TEACHER) -> None:
+        self.teacher = teacher
+        self.name, self.role = name or teacher.name, role
+        self._identity: dict[str, Any] | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.teacher.device
+
+    def grid_for(self, size: Grid, cell: int) -> Grid:
+        if self.teacher.stride > cell and self.teacher.sizes is None:
+            return own_grid(size, cell, cell)
+        return self.teacher.grid_for(size)
+
+    def features(self, pixels: Tensor, grid: Grid) -> Features:
+        with torch.inference_mode():
+            out = self.teacher.features(pixels, grid)
+        return Features(out.cls.float(), out.patches.float(), out.grid)
+
+    def identity(self) -> dict[str, Any] | None:
+        from veca.teachers import CallableTeacher
+
+        if isinstance(self.teacher, CallableTeacher):
+            return None  # its weights may be known, its code is not
+        if self._identity is None:
+            facts = self.teacher.describe()
+            self._identity = {
+                "kind": "teacher",
+                "weights": content_hash(self.teacher.state_dict()),
+                "class": type(self.teacher).__qualname__,
+                # Where it was found, and under which name, does not change its features.
+                "teacher": jsonable(
+                    {k: v for k, v in facts.items() if k not in ("name", "source", "licence")}
+                ),
+                "structure": hashlib.sha256(str(self.teacher).encode()).hexdigest(),
+            }
+        return self._identity
+
+    def describe(self) -> dict[str, Any]:
+        facts = jsonable(self.teacher.describe())
+        named = {key: public_name(str(facts[key])) for key in ("name", "source") if key in facts}
+        return {"kind": "teacher", **facts, **named}
+
+    def compute(self, size: Grid, cell: int) -> Compute:
+        grid = self.grid_for(size, cell)
+        counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
+        pixels = torch.zeros(1, 3, *size, device=self.device)
+        with counter:
+            self.features(pixels, grid)
+        height, width = self.teacher.input_size(grid)
+        patches = (height // self.teacher.stride) * (width // self.teacher.stride)
+        attends = any("attention" in type(m).__name__.lower() for m in self.teacher.modules())
+        return Compute(patches**2 if attends else None, counter.get_total_flops())
+
+
+def _cpu_attention() -> dict[Any, Any]:
+    """torch's counter knows the fused attention of GPUs only."""
+
+    def count(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count}
+
+
+def as_backbone(
+    network: Veca | DenseVit | Teacher | Backbone,
+    *,
+    cores: int | None = None,
+    name: str | None = None,
+    role: str | None = None,
+) -> Backbone:
+    """A backbone from any network this package knows."""
+    if isinstance(network, Backbone):
+        return network
+    if isinstance(network, Veca):
+        return VecaBackbone(network, cores, name=name or "veca", role=role or STUDENT)
+    if cores is not None:
+        raise ProbeError(f"{type(network).__name__} has no cores; leave out the budget.")
+    if isinstance(network, DenseVit):
+        return DenseBackbone(network, name=name or "dense", role=role or BASELINE)
+    if isinstance(network, nn.Module) and hasattr(network, "grid_for"):
+        return TeacherBackbone(network, name=name, role=role or TEACHER)
+    raise ProbeError(
+        f"cannot take features from {type(network).__name__}; expected a Veca, a DenseVit, a "
+        "teacher of veca.teachers, or a subclass of veca.probe.Backbone."
+    )
+
+
+def own_grid(size: Grid, patch: int, cell: int) -> Grid:
+    """The grid nearest to `size` pixels with cells of `patch` pixels, or of `cell` if finer."""
+    side = min(patch, cell)
+    return tuple(max(1, (2 * x + side) // (2 * side)) for x in size)  # type: ignore[return-value]
+
+
+def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
+    """`backbone.features`, with an error in plain words for the usual failures."""
+    try:
+        out = backbone.features(pixels, grid)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        count, _, height, width = pixels.shape
+        raise ProbeError(
+            f"out of memory: {backbone.label} on {count} images of {height} x {width} pixels; use "
+            "a smaller --batch-size or --size."
+        ) from error
+    if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
+        raise ProbeError(
+            f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "
+            "usable."
+        )
+    return out
+
+
+def _prepare(pixels: Tensor, grid: Grid, config: VecaConfig, device: torch.device) -> Tensor:
+    size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
+    pixels = pixels.to(device)
+    if pixels.shape[-2:] != size:
+        pixels = F.interpolate(
+            pixels, size, mode="bicubic", align_corners=False, antialias=True
+        ).clamp(0, 1)
+    return normalize(pixels, config.image_mean, config.image_std)
+
+
+def _config_cost(config: VecaConfig, grid: Grid, cores: int | None) -> Any:
+    size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
+    return cost(config, size, cores)
+
+
+def public_name(text: str) -> str:
+    """A name to publish: of a path on this machine, with or without a scheme, the last part."""
+    scheme, colon, rest = text.partition(":")
+    path = rest if colon and "/" not in scheme else text
+    prefix = text[: len(text) - len(path)]
+    return prefix + Path(path).name if Path(path).expanduser().is_absolute() else text
+
+
+def jsonable(value: Any) -> Any:
+    """Through JSON and back; what JSON lacks is written as text."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def check_unique(backbones: Sequence[Backbone]) -> None:
+    """Two rows of one name cannot be told apart."""
+    labels = [backbone.label for backbone in backbones]
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise ProbeError(f"two backbones are called {twice[0]!r}; give each its own name.")

@@ -1,0 +1,177 @@
+"""A run as it is kept: rows, protocol, data, backbones, machine and versions, in plain JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from veca.files import atomic_write_json
+from veca.probe.errors import ProbeError
+from veca.probe.metrics import HIGHER_IS_BETTER, PRIMARY
+
+FORMAT, FORMAT_VERSION = "veca-probe", 1
+RESULTS = "results.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One backbone at one budget and size. None where there is nothing to say."""
+
+    name: str
+    role: str
+    """"student", "teacher" or "baseline"."""
+    cores: int | None
+    size: int
+    """Side (classification) or short side of what is seen, in pixels; 0: the images' own."""
+    input: tuple[int, int]
+    """(height, width) of one forward pass, before the backbone's own resizing."""
+    grid: tuple[int, int]
+    """Feature grid of it."""
+    metrics: dict[str, float]
+    """In 0..1, or metres."""
+    retention_teacher: float | None
+    """Share of the teacher's score that is kept; of errors, the teacher's over this one's."""
+    retention_full: float | None
+    """The same against the full budget."""
+    interactions: int | None
+    """Query-key pairs in one layer's attention."""
+    flops: int | None
+    ms: float | None
+    """Median of one image, measured."""
+    spread_ms: float | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return self.name if self.cores is None else f"{self.name} C={self.cores}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a probe measured, and with what."""
+
+    task: str
+    dataset: dict[str, Any]
+    protocol: dict[str, Any]
+    backbones: dict[str, dict[str, Any]]
+    rows: list[Row]
+    notes: list[str]
+    seconds: dict[str, float]
+    """Spent on "features" and in all ("total")."""
+    cache: dict[str, int]
+    """Images decoded, and parts of the feature cache computed, reused and found damaged."""
+    machine: dict[str, Any]
+    command: str = ""
+
+    @property
+    def metric(self) -> str:
+        return PRIMARY[self.task]
+
+    @property
+    def higher_is_better(self) -> bool:
+        return HIGHER_IS_BETTER[self.metric]
+
+    def score(self, row: Row) -> float:
+        return row.metrics[self.metric]
+
+    @property
+    def title(self) -> str:
+        return f"{self.task} on {self.dataset['name']}, protocol {self.protocol['name']}"
+
+    def to_dict(self) -> dict[str, Any]:
+        head = {"format": FORMAT, "format_version": FORMAT_VERSION, "metric": self.metric}
+        return {**head, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, table: Any, where: str = "the record") -> Run:
+        if not isinstance(table, dict) or table.get("format") != FORMAT:
+            raise ProbeError(f"{where} is no result of `veca probe`.")
+        if table.get("format_version") != FORMAT_VERSION:
+            raise ProbeError(
+                f"{where} has format version {table.get('format_version')!r}, this code reads "
+                f"{FORMAT_VERSION}; run the probe again."
+            )
+        try:
+            fields = {field.name: table[field.name] for field in dataclasses.fields(cls)}
+            names = {field.name for field in dataclasses.fields(Row)}
+            fields["rows"] = [
+                Row(
+                    **{
+                        **{name: row[name] for name in names},
+                        "input": tuple(row["input"]),
+                        "grid": tuple(row["grid"]),
+                    }
+                )
+                for row in table["rows"]
+            ]
+            run = cls(**fields)
+            for row in run.rows:
+                run.score(row)
+        except (KeyError, TypeError) as error:
+            raise ProbeError(f"{where} is not complete ({error}); run the probe again.") from error
+        return run
+
+    def subject(self) -> dict[str, Any]:
+        """What makes two runs the same measurement."""
+        protocol = {k: v for k, v in self.protocol.items() if k != "timing"}
+        rows = sorted((row.name, row.cores or 0, row.size) for row in self.rows)
+        hashes = {k: v.get("weights_sha256") for k, v in self.backbones.items()}
+        return {
+            "task": self.task,
+            "dataset": self.dataset,
+            "protocol": protocol,
+            "rows": [list(row) for row in rows],
+            "weights": hashes,
+        }
+
+
+def write_run(run: Run, folder: str | Path) -> Path:
+    path = Path(folder) / RESULTS
+    atomic_write_json(path, run.to_dict())
+    return path
+
+
+def read_run(path: str | Path) -> Run:
+    """A `results.json`, or the one in a folder."""
+    file = Path(path)
+    file = file / RESULTS if file.is_dir() else file
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProbeError(f"{file}: cannot be read ({error.strerror or error}).") from error
+    except ValueError as error:
+        raise ProbeError(f"{file}: is not JSON ({error}); run the probe again.") from error
+    return Run.from_dict(table, str(file))
+
+
+def find_runs(folder: str | Path) -> list[tuple[Path, Run]]:
+    """Every run in a folder and below, with its path, in the order of the paths."""
+    root = Path(folder).expanduser()
+    if not root.is_dir():
+        raise ProbeError(f"there is no folder {root}.")
+    files = sorted(root.rglob(RESULTS))
+    if not files:
+        raise ProbeError(f"{root}: no {RESULTS} in it or below; `veca probe` writes them.")
+    return [(file, read_run(file)) for file in files]
+
+
+def check_out(folder: str | Path, run_subject: dict[str, Any] | None, overwrite: bool) -> None:
+    """Refuse to replace the results of another measurement, unless told to.
+
+    `run_subject` None: only look whether what is there can be replaced at all.
+    """
+    file = Path(folder) / RESULTS
+    if overwrite or not file.exists():
+        return
+    try:
+        there = read_run(file).subject()
+    except ProbeError:
+        there = None
+    if run_subject is not None and there == run_subject:
+        return
+    raise ProbeError(
+        f"{file} holds another run; choose another --out, or replace it with --overwrite."
+    )

@@ -1,0 +1,215 @@
+"""One call from backbones and data to a finished table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from veca.bench import machine
+from veca.probe.backbone import STUDENT, TEACHER, Backbone, check_unique
+from veca.probe.cache import default_folder
+from veca.probe.data import open_data
+from veca.probe.errors import ProbeError
+from veca.probe.metrics import PRIMARY, retention
+from veca.probe.protocol import Protocol, load_protocol
+from veca.probe.record import Row, Run
+from veca.probe.tasks import Job, Outcome, Progress, run_task
+from veca.probe.timing import Cost, costs
+
+
+def run_probe(
+    task: str,
+    backbones: Sequence[Backbone],
+    *,
+    dataset: str,
+    data: str | Path,
+    protocol: str | Path | Protocol = "quick",
+    sizes: Sequence[int] | None = None,
+    train_dataset: str | None = None,
+    train_data: str | Path | None = None,
+    train_split: str = "train",
+    test_split: str | None = None,
+    cache: str | Path | None = "default",
+    device: torch.device | str | None = None,
+    workers: int | None = None,
+    measure_time: bool = True,
+    verify: bool = False,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Run:
+    """Probe frozen backbones on a dataset; one row for each backbone (budget) and size.
+
+    Args:
+        task: "knn", "linear", "logreg", "segmentation" or "depth".
+        backbones: see `veca.probe.as_backbone`; at most one has the role "teacher", and retention
+            is measured against it.
+        dataset, data: name and folder of the data; see `veca.probe.datasets`.
+        protocol: a name, a TOML file or a `Protocol`.
+        sizes: pixels, one or several; by default the protocol's. Window, stride and crop of the
+            segmentation protocols follow in proportion.
+        train_dataset, train_data, train_split, test_split: see `open_data`.
+        cache: the folder that keeps features; "default": see `veca.probe.cache`; None: nothing is
+            kept.
+        device: where heads train; by default where the first backbone is.
+        verify: compare with scikit-learn, which takes longer.
+        command: what to write into the record as the way to repeat it.
+        progress: called with (text, done, total) as the work goes on.
+
+    Raises:
+        ProbeError, DatasetError: a protocol, data or settings that do not fit.
+    """
+    begin = time.perf_counter()
+    chosen = load_protocol(protocol)
+    section = chosen.task(task)
+    backbones = list(backbones)
+    _check_backbones(backbones)
+    if sizes:
+        chosen = _with_size(chosen, task, list(sizes))
+        section = chosen.task(task)
+    found = open_data(
+        task,
+        dataset,
+        data,
+        train_dataset=train_dataset,
+        train_data=train_data,
+        train_split=train_split,
+        test_split=test_split,
+        subset=section.subset,
+        seed=chosen.seed,
+    )
+    with ExitStack() as stack:
+        job = Job(
+            protocol=chosen,
+            data=found,
+            backbones=backbones,
+            sizes=list(dict.fromkeys(sizes or [section.view.size])),
+            cache=default_folder() if cache == "default" else None if cache is None else Path(cache),
+            device=torch.device(device) if device is not None else backbones[0].device,
+            stack=stack,
+            workers=workers,
+            verify=verify,
+        )
+        if progress is not None:
+            job.progress = progress
+        watch = _Watch(job.progress)
+        job.progress = watch
+        outcomes = run_task(task, job)
+    job.progress("timing", 0, 1)
+    prices = costs([(o.backbone, o.input) for o in outcomes], chosen, measure=measure_time)
+    job.progress("timing", 1, 1)
+    notes = [*found.notes, *job.notes, *_cache_notes(job)]
+    return Run(
+        task=task,
+        dataset=found.describe(),
+        protocol=chosen.only(task),
+        backbones={backbone.name: backbone.describe() for backbone in backbones},
+        rows=_rows(task, outcomes, prices, chosen.extract.cell),
+        notes=notes,
+        seconds={"features": watch.features(), "total": time.perf_counter() - begin},
+        cache={
+            "decoded": job.summary.decoded,
+            "computed": job.summary.computed,
+            "reused": job.summary.reused,
+            "damaged": len(job.summary.damaged),
+        },
+        machine={**asdict(machine(job.device)), "threads": torch.get_num_threads()},
+        command=command,
+    )
+
+
+def _check_backbones(backbones: Sequence[Backbone]) -> None:
+    if not backbones:
+        raise ProbeError("no backbone to probe; give weights, a teacher or a baseline.")
+    check_unique(backbones)
+    teachers = {backbone.name for backbone in backbones if backbone.role == TEACHER}
+    if len(teachers) > 1:
+        raise ProbeError(
+            f"retention is measured against one teacher, got {', '.join(sorted(teachers))}; make "
+            "the others baselines."
+        )
+
+
+def _with_size(protocol: Protocol, task: str, sizes: Sequence[int]) -> Protocol:
+    """The protocol as it is used: its record shows the sizes that were asked for."""
+    if min(sizes) < 1:
+        raise ProbeError(f"sizes are pixels of at least 1, got {list(sizes)}.")
+    if len(sizes) > 1 or sizes[0] == protocol.task(task).view.size:
+        return protocol  # the rows tell
+    return protocol.with_settings([f"{task}.view.size={sizes[0]}"])
+
+
+def _rows(task: str, outcomes: Sequence[Outcome], prices: Sequence[Cost], cell: int) -> list[Row]:
+    metric = PRIMARY[task]
+    teacher = {o.size: o.metrics[metric] for o in outcomes if o.backbone.role == TEACHER}
+    full: dict[tuple[str, int], float] = {}
+    for o in outcomes:
+        bank = getattr(getattr(o.backbone, "model", None), "config", None)
+        if o.backbone.cores is not None and bank and o.backbone.cores == bank.num_cores:
+            full[o.backbone.name, o.size] = o.metrics[metric]
+
+    def kept(outcome: Outcome, reference: float | None) -> float | None:
+        if reference is None:
+            return None
+        return retention(outcome.metrics[metric], reference, metric)
+
+    rows = []
+    for o, price in zip(outcomes, prices, strict=True):
+        against_full = full.get((o.backbone.name, o.size)) if o.backbone.role == STUDENT else None
+        rows.append(
+            Row(
+                name=o.backbone.name,
+                role=o.backbone.role,
+                cores=o.backbone.cores,
+                size=o.size,
+                input=o.input,
+                grid=o.backbone.grid_for(o.input, cell),
+                metrics=o.metrics,
+                retention_teacher=kept(o, teacher.get(o.size)),
+                retention_full=kept(o, against_full),
+                interactions=price.compute.interactions,
+                flops=price.compute.flops,
+                ms=price.ms,
+                spread_ms=price.spread_ms,
+                details=o.details,
+            )
+        )
+    return rows
+
+
+def _cache_notes(job: Job) -> list[str]:
+    notes = []
+    if job.summary.damaged:
+        notes.append(f"{len(job.summary.damaged)} damaged parts of the feature cache recomputed")
+    for label in job.summary.uncached:
+        notes.append(f"features of {label} are not kept: its weights cannot be told apart")
+    return notes
+
+
+class _Watch:
+    """Passes progress on, and sums up the time spent on features."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._spent = 0.0
+        self._last: tuple[bool, float] | None = None
+
+    def __call__(self, text: str, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if self._last is not None and self._last[0]:
+            self._spent += now - self._last[1]
+        self._last = (text.startswith("features") and done < total, now)
+        self._progress(text, done, total)
+
+    def features(self) -> float:
+        return self._spent
+
+
+def shared_parts(run: Run) -> dict[str, Any]:
+    """What all rows of a run have in common, for headings."""
+    return {"task": run.task, "dataset": run.dataset["name"], "protocol": run.protocol["name"]}
