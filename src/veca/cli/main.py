@@ -11,6 +11,7 @@ from veca.cli.bench import bench
 from veca.cli.features import features
 from veca.cli.import_ import import_
 from veca.cli.info import info
+from veca.cli.pack import pack
 from veca.cli.quickstart import quickstart
 from veca.errors import VecaError
 
@@ -23,7 +24,7 @@ app = typer.Typer(
 # Typer's own, wherever it keeps it: recent versions carry a copy of click inside.
 _UsageError: Any = typer.BadParameter.__base__
 
-for command in (quickstart, info, features, bench, import_):
+for command in (quickstart, info, features, pack, bench, import_):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 

@@ -50,7 +50,7 @@ class AugmentConfig:
     resize: float = 9 / 8
     flip: float = 0.5
     trivial: bool = True
-    """"paper" only: whether TrivialAugmentWide follows the crop."""
+    """Whether TrivialAugmentWide follows the crop of "paper"."""
     area: tuple[float, float] = (0.35, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     brightness: float = 0.4
@@ -146,8 +146,8 @@ class Augmentation:
         size = as_size(size)
         wanted = None if teacher_size is None else as_size(teacher_size)
         height, width = images.shape[2:]
-        boxes, flips = self.crops(words, np.full(len(words), height), np.full(len(words), width),
-                                  size)  # fmt: skip
+        heights, widths = np.full(len(words), height), np.full(len(words), width)
+        boxes, flips = self.crops(words, heights, widths, size)
         student = crop_resize_batch(images, boxes, flips, size)
         teacher = None
         if wanted is not None and wanted != size:

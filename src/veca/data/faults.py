@@ -34,7 +34,7 @@ class Faults:
 
     A run stops when more than `limit` of the whole set is known to be bad, or earlier, when the
     share among those read is above it by more than chance explains (three standard deviations).
-    Nothing stops before 100 images are read, and a single bad image never does.
+    Nothing stops before 100 images (or the whole set) are read, and one bad image never does.
     """
 
     def __init__(self, total: int, *, limit: float = LIMIT, on_bad: OnBad | None = None) -> None:
@@ -76,10 +76,11 @@ class Faults:
 
     def _stop(self) -> None:
         shown = "; ".join(f"{name}: {reason}" for name, reason in self.bad[:_SHOWN])
-        more = len(self._bad) - _SHOWN
+        if len(self._bad) > _SHOWN:
+            shown += f"; and {len(self._bad) - _SHOWN} more, named in the log"
         raise TooManyBadError(
-            f"{len(self._bad)} of {min(self.seen, self.total)} images read are bad, more than "
-            f"{self.limit:.3g} of them may be; repair or remove them, or allow a larger share. "
-            f"They are: {shown}{f'; and {more} more, named in the log' if more > 0 else ''}.",
+            f"{len(self._bad)} of {min(self.seen, self.total)} images read are bad, above the "
+            f"limit of {self.limit:.3g}; repair or remove them, or raise bad_limit. They are: "
+            f"{shown}.",
             self.bad,
         )

@@ -88,8 +88,11 @@ class InMemoryImages:
 
     def to(self, device: torch.device | str) -> InMemoryImages:
         """The same set with its pixels on `device`."""
-        wanted = torch.device(device)
-        if self.images.device == wanted or (wanted.type == "cpu" == self.images.device.type):
+        wanted, here = torch.device(device), self.images.device
+        # "cuda" means the current card; a set must not be copied to the card it is on.
+        if wanted.type == "cuda" and wanted.index is None:
+            wanted = torch.device("cuda", torch.cuda.current_device())
+        if here == wanted or (here.type == wanted.type and wanted.index is None):
             return self
         try:
             images = torch.empty(self.images.shape, dtype=torch.uint8, device=wanted)

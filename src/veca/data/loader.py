@@ -137,6 +137,7 @@ class Loader:
         self.waited_s = 0.0
         """Seconds in which a batch was asked for and no image was ready."""
         self._begun: float | None = None
+        self._fingerprint: str | None = None
         self._step = self._position = 0
         self._last: _Request | None = None
         self._planned: list[int] = [0]
@@ -300,8 +301,11 @@ class Loader:
         if isinstance(self.source, InMemoryImages):
             if self._subset is not None:
                 places = self._subset[places]
-            rows = upload(places, self.source.images.device)
-            images = self.source.images.index_select(0, rows).to(self.device)
+            before = time.perf_counter()
+            held = self.source.images
+            images = held.index_select(0, upload(places, held.device)).to(self.device)
+            if held.device.type != self.device.type:
+                self.waited_s += time.perf_counter() - before
             views = self.augmentation(images, keys, request.size, request.teacher_size)
         else:
             student, teacher = self._read(request)
@@ -407,9 +411,10 @@ class Loader:
 
     def fingerprint(self) -> str:
         """Identifies the images and the choice among them."""
-        if self._subset is None:
-            return self.source.fingerprint()
-        return digest(self.source.fingerprint(), self._subset.tobytes().hex())
+        if self._fingerprint is None:  # kept: hashing millions of names takes a while
+            chosen = "all" if self._subset is None else self._subset.tobytes().hex()
+            self._fingerprint = digest(self.source.fingerprint(), chosen)
+        return self._fingerprint
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, as plain JSON values; the same on every rank."""

@@ -1,0 +1,63 @@
+"""`veca pack`: the options reach the library, and the summary is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+from typer.testing import CliRunner
+
+from veca.cli.pack import pack
+from veca.data import DataError, open_source
+
+APP = typer.Typer()
+APP.command()(pack)
+
+
+@pytest.fixture
+def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "photos").mkdir()
+    for i in range(6):
+        pixels = np.random.default_rng(i).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{i}.png")
+    return tmp_path / "photos"
+
+
+def run(*args: object) -> str:
+    result = CliRunner().invoke(APP, [str(arg) for arg in args], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.output.split())
+
+
+def test_packing_a_folder(photos: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--out", out, "--size", 16, "--mode", "square", "--format", "webp", "--per-shard", 4)
+    said = run(photos, *options, "--quality", 60, "--workers", 1)
+    assert "6 images in 2 shards" in said and "there already" not in said
+    source = open_source(out)
+    assert len(source) == 6 and source.name(5).endswith("00000005_5.webp")
+    said = run(photos, *options, "--quality", 60, "--workers", 0)
+    assert "6 were there already" in said
+
+
+def test_failures_and_several_sources(photos: Path, tmp_path: Path) -> None:
+    (photos / "3.png").write_bytes(b"broken")
+    said = run(photos, photos / "0.png", "--out", tmp_path / "out", "--size", "native")
+    assert "6 images in 1 shard," in said and "1 image could not be read" in said
+    assert "3.png" in (tmp_path / "out" / "failures.txt").read_text()
+
+
+def test_bad_options_are_package_errors(photos: Path, tmp_path: Path) -> None:
+    for options, message in (
+        (("--size", "huge"), "'native'"),
+        (("--mode", "round"), "unknown mode"),
+        (("--shard-size", "x"), "64MiB"),
+    ):
+        with pytest.raises(DataError, match=message):
+            run(photos, "--out", tmp_path / "out", "--workers", 0, *options)
+    with pytest.raises(DataError, match="no such file or folder"):
+        run(tmp_path / "nowhere", "--out", tmp_path / "out")

@@ -1,0 +1,134 @@
+"""Tar shards: members found, read in any order, and cut-off files refused by name."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from veca.data import DataError, open_source
+from veca.data import shards as shards_module
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_members_of_one_shard(tmp_path: Path) -> None:
+    path = write_tar(
+        tmp_path / "a.tar",
+        {
+            "000.jpg": b"zero",
+            "000.json": b"{}",
+            "000.mask.png": b"mask",
+            "sub/001.PNG": b"one" * 400,
+            "._000.jpg": b"litter",
+            "v1.2-final.webp": b"two",
+            "x" * 150 + ".jpg": b"long name",
+        },
+    )
+    source = open_source(path)
+    assert [source.name(i).removeprefix(f"{path}/") for i in range(len(source))] == [
+        "000.jpg",
+        "sub/001.PNG",
+        "v1.2-final.webp",
+        "x" * 150 + ".jpg",
+    ]
+    assert [source.read(i) for i in (3, 1, 0, 2)] == [b"long name", b"one" * 400, b"zero", b"two"]
+
+
+def test_a_folder_a_pattern_and_braces(tmp_path: Path) -> None:
+    for i in range(3):
+        write_tar(tmp_path / "set" / f"s-{i:02d}.tar", {f"{i}{j}.jpg": b"%d" % j for j in range(i)})
+    for spec in (tmp_path / "set", f"{tmp_path}/set/*.tar", f"{tmp_path}/set/s-{{00..02}}.tar"):
+        source = open_source(spec)
+        names = [Path(source.name(i)).name for i in range(len(source))]
+        assert names == ["10.jpg", "20.jpg", "21.jpg"]
+        assert source.read(2) == b"1"
+    with pytest.raises(DataError, match=r"s-03\.tar: the shard cannot be read"):
+        open_source(f"{tmp_path}/set/s-{{00..03}}.tar")
+
+
+def test_images_in_a_folder_come_before_shards(tmp_path: Path) -> None:
+    write_tar(tmp_path / "set" / "all.tar", {"0.jpg": b"0"})
+    (tmp_path / "set" / "photo.jpg").write_bytes(b"photo")
+    assert open_source(tmp_path / "set").read(0) == b"photo"
+
+
+def test_a_shard_is_listed_once_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_tar(tmp_path / "a.tar", {"0.jpg": b"0"})
+    listed = []
+    real = shards_module._scan
+    monkeypatch.setattr(
+        shards_module, "_scan", lambda path, size: (listed.append(path), real(path, size))[1]
+    )
+    first = open_source(path).fingerprint()
+    assert open_source(path).fingerprint() == first and len(listed) == 1
+    write_tar(path, {"0.jpg": b"0", "1.jpg": b"1"})
+    os.utime(path, (1, 1))
+    changed = open_source(path)
+    assert len(changed) == 2 and changed.fingerprint() != first and len(listed) == 2
+
+
+def test_more_shards_than_files_may_be_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_OPEN_FILES", 2)
+    for i in range(5):
+        write_tar(tmp_path / "set" / f"{i}.tar", {f"{i}.jpg": b"%d" % i})
+    source = open_source(tmp_path / "set")
+    for i in (0, 4, 2, 0, 1, 3, 0):
+        assert source.read(i) == b"%d" % i
+    assert len(source._files) == 2
+    copy = pickle.loads(pickle.dumps(source))
+    assert copy.read(3) == b"3" and len(copy._files) == 1
+
+
+@pytest.mark.parametrize("left", [100, 512, 700, 1536, 1537])
+def test_a_shard_cut_short_is_refused_by_name(tmp_path: Path, left: int) -> None:
+    # Members of 512 + 512 bytes each: cut in a header, after one, in data, and between members.
+    path = write_tar(tmp_path / "a.tar", {f"{i}.jpg": b"x" * 500 for i in range(3)})
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(DataError, match=r"a\.tar.* cut short"):
+        open_source(path)
+
+
+def test_a_shard_cut_between_members_is_refused_too(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {f"{i}.jpg": b"x" * 500 for i in range(3)})
+    path.write_bytes(path.read_bytes()[: 2 * 1024])
+    with pytest.raises(DataError, match="without its end mark"):
+        open_source(path)
+
+
+def test_a_shard_cut_short_while_in_use(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {f"{i}.jpg": b"x" * 500 for i in range(3)})
+    source = open_source(path)
+    os.truncate(path, 1200)
+    assert source.read(0) == b"x" * 500
+    with pytest.raises(DataError, match=r"a\.tar ends in the middle of 1\.jpg"):
+        source.read(1)
+
+
+def test_other_unusable_shards(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", {"0.json": b"{}"})
+    with pytest.raises(DataError, match=r"no image in .*a\.tar"):
+        open_source(path)
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(DataError, match="compressed"):
+        open_source(path)
+    path.write_bytes(b"\x01" * 4096)
+    with pytest.raises(DataError, match="damaged"):
+        open_source(path)
