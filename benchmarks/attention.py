@@ -32,12 +32,18 @@ from veca import rope
 from veca.attention import core_attention
 
 SHAPES = ((1, 4096), (1, 16384), (32, 256), (32, 1024), (8, 4096))
+FLOAT32_SHAPES = ((1, 1024), (8, 1024), (8, 4096))
+"""Where one pass is put beside two SDPA calls in float32 as well, to know which to take."""
 HEADS, WIDTH = 12, 64
+SECONDS = 0.25
+"""Spent on each contender at each shape."""
 
 
-def inputs(batch: int, tokens: int, grad: bool) -> list[Tensor]:
+def inputs(
+    batch: int, tokens: int, grad: bool, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     """q, k, v as a fused projection leaves them: slices of one [B, T, 3, H, d] buffer."""
-    packed = torch.randn(batch, tokens, 3, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    packed = torch.randn(batch, tokens, 3, HEADS, WIDTH, device="cuda", dtype=dtype)
     return [x.transpose(1, 2).detach().requires_grad_(grad) for x in packed.unbind(2)]
 
 
@@ -117,7 +123,9 @@ def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, obje
     size = batch * tokens * HEADS * WIDTH * 2
     sets = max(2, min(8, 400_000_000 // (4 * size)))
     runs = contenders(batch, patches, cores)
-    row: dict[str, object] = {"batch": batch, "patches": patches, "cores": cores}
+    row: dict[str, object] = {
+        "batch": batch, "patches": patches, "cores": cores, "dtype": "bfloat16",
+    }  # fmt: skip
 
     forward_sets = [inputs(batch, tokens, grad=False) for _ in range(sets)]
     with torch.inference_mode():
@@ -125,7 +133,7 @@ def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, obje
             name: capture([functools.partial(run, *qkv) for qkv in forward_sets])
             for name, run in runs.items()
         }
-        times = {n: ms / sets for n, ms in time_side_by_side(calls).items()}
+        times = {n: ms / sets for n, ms in time_side_by_side(calls, seconds=SECONDS).items()}
     row |= {f"{name} ms": ms for name, ms in times.items()}
     for name in ("one pass", "one pass, rotating"):
         row[f"{name}, share of copy"] = 4 * size / times[name] / 1e9 / peak
@@ -146,11 +154,32 @@ def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, obje
         steps = [functools.partial(both, runs[name], qkv, upstream) for qkv in training_sets]
         memory[name] = peak_memory(steps[0])
         calls[name] = capture(steps)
-    step = {n: ms / len(training_sets) for n, ms in time_side_by_side(calls).items()}
+    step = {
+        n: ms / len(training_sets) for n, ms in time_side_by_side(calls, seconds=SECONDS).items()
+    }
     row |= {f"{name} fwd+bwd ms": ms for name, ms in step.items()}
     row["fwd+bwd vs two SDPA"] = step["two SDPA"] / step["one pass"]
     row["fwd+bwd vs two SDPA, rotating"] = step["two SDPA, rotating"] / step["one pass, rotating"]
     row |= {f"{name} fwd+bwd MiB": mib for name, mib in memory.items()}
+    return row
+
+
+def measure_float32(batch: int, patches: int, cores: int) -> dict[str, object]:
+    runs = contenders(batch, patches, cores)
+    plain = inputs(batch, patches + cores, grad=False, dtype=torch.float32)
+    learning = inputs(batch, patches + cores, grad=True, dtype=torch.float32)
+    upstream = torch.randn_like(plain[0])
+    row: dict[str, object] = {
+        "batch": batch, "patches": patches, "cores": cores, "dtype": "float32",
+    }  # fmt: skip
+    names = ("one pass, rotating", "two SDPA, rotating")
+    with torch.inference_mode():
+        calls = {name: capture([functools.partial(runs[name], *plain)]) for name in names}
+        row |= {f"{n} ms": ms for n, ms in time_side_by_side(calls, seconds=SECONDS).items()}
+    steps = {
+        name: capture([functools.partial(both, runs[name], learning, upstream)]) for name in names
+    }
+    row |= {f"{n} fwd+bwd ms": ms for n, ms in time_side_by_side(steps, seconds=SECONDS).items()}
     return row
 
 
@@ -163,12 +192,18 @@ def main() -> None:
     for cores in options.cores:
         check(cores)
     peak = copy_bandwidth()
-    rows = [measure(b, n, c, peak) | {"copy TB/s": peak} for c in options.cores for b, n in SHAPES]
-    write_csv("attention", rows, options.out)
+    rows = []
+    for cores in options.cores:
+        for batch, patches in SHAPES:
+            rows.append(measure(batch, patches, cores, peak) | {"copy TB/s": peak})
+            write_csv("attention", rows, options.out)
     for words in ((" ms",), ("share",), ("vs ",), ("MiB",)):
         shown = [k for k in rows[0] if any(word in k for word in words)]
         print_table([{k: row[k] for k in ("batch", "patches", "cores", *shown)} for row in rows])
         print()
+    single = [measure_float32(batch, patches, 64) for batch, patches in FLOAT32_SHAPES]
+    write_csv("attention", rows + single, options.out)
+    print_table(single)
     print(f"copy bandwidth {peak:.2f} TB/s")
 
 

@@ -364,6 +364,7 @@ class TestSingleFile:
         out = tmp_path / "all.npz"
         extract(model, photos, out, size=None, batch_size=2, what=["cls"], dtype="float32")
         got = read_features(out)
+        assert got["images"] == [p.relative_to(photos).as_posix() for p in find_images(photos)]
         for name, cls in zip(got["images"], got["cls"], strict=True):
             with torch.inference_mode():
                 expected = model(veca.preprocess(photos / name).pixels).cls[0]

@@ -226,6 +226,17 @@ def test_gradient_checkpointing_changes_nothing_but_memory(tiny):
     assert kept_bytes < 0.5 * plain_bytes
 
 
+def test_feed_forward_in_parts_is_the_same(tiny, monkeypatch):
+    """Without gradients a CPU takes the tokens in parts; their edges must not show."""
+    images = torch.randn(IMAGES)
+    whole = tiny(images)
+    monkeypatch.setattr("veca.model.CPU_ROWS", 7)
+    with torch.inference_mode():
+        parts = tiny(images)
+    torch.testing.assert_close(parts.patches, whole.patches, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(parts.cores, whole.cores, rtol=1e-5, atol=1e-5)
+
+
 def test_every_parameter_gets_a_gradient(tiny):
     tiny.train()
     out = tiny(torch.randn(IMAGES))

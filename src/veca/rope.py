@@ -75,6 +75,8 @@ def rotate(x: Tensor, tables: Rotation) -> Tensor:
         even, odd = _widened(x).unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return turned.flatten(-2).to(x.dtype)
+    if not torch.is_grad_enabled():
+        return _turn(x, torch.complex(cos, sin))
     return _Rotate.apply(x, cos, sin)
 
 

@@ -67,6 +67,7 @@ def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, mo
 def test_bad_input(run, tmp_path, args, error, message):
     with pytest.raises(error, match=message):
         run(*args, "--out", tmp_path / "b")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_measuring(run, tmp_path):

@@ -41,7 +41,7 @@ def core_attention(
     """
     core_rotation, patch_rotation = _check(q, k, v, num_cores, core_rotation, patch_rotation)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    run = _choose(q, k, v, num_cores, backend)
+    run = _choose(q, k, v, num_cores, patch_rotation, backend)
     return run(q, k, v, num_cores, core_rotation, patch_rotation, scale)
 
 
@@ -60,7 +60,9 @@ def default_backend(device: torch.device | str) -> Choice:
     return Choice("sdpa", why_not)
 
 
-def _choose(q: Tensor, k: Tensor, v: Tensor, num_cores: int, backend: str) -> Callable[..., Tensor]:
+def _choose(
+    q: Tensor, k: Tensor, v: Tensor, num_cores: int, patch_rotation: Rotation | None, backend: str
+) -> Callable[..., Tensor]:
     if backend == "reference":
         return reference.core_attention
     if backend == "sdpa":
@@ -68,11 +70,21 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, num_cores: int, backend: str) -> Ca
     if backend not in BACKENDS:
         raise InputError(f"unknown attention backend {suggest(str(backend), BACKENDS)}")
     why_not = triton.unavailable(q.device) or triton.unsupported(q, k, v, num_cores)
-    if why_not is None and (backend == "triton" or num_cores < q.shape[2]):
+    # Torch's own kernels do full attention, gradients of the patches' tables, and large problems
+    # in float32, where the matrix units are out of reach of both and theirs are tuned longer.
+    full = num_cores == q.shape[2]
+    learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    large = q.dtype == torch.float32 and not learning and q[..., 0].numel() > 50_000
+    better = not (full or large or _needs_grad(patch_rotation))
+    if why_not is None and (backend == "triton" or better):
         return triton.core_attention
     if backend == "triton":
         raise InputError(f"the triton backend cannot run here: {why_not}. Use backend='auto'.")
     return sdpa.core_attention
+
+
+def _needs_grad(tables: Rotation | None) -> bool:
+    return tables is not None and torch.is_grad_enabled() and tables.cos.requires_grad
 
 
 def _check(

@@ -15,17 +15,16 @@ Two paths. Up to 64 cores stay resident on chip (`forward_kernel`, `backward_ker
 are walked over in tiles by the plain kernels at the end of the file.
 
 Conventions. Scores stay raw dot products; `scale_log2` = scale * log2(e) enters in the exponent,
-where it is part of a fused multiply-add and costs nothing (hence scale > 0). Maxima inside the
-kernels are in base 2, the `lse` that leaves them is natural. Offsets that grow with the batch or
-the sequence are 64-bit, offsets inside a tile 32-bit.
+where it is part of a fused multiply-add and costs nothing (hence scale > 0). Maxima and
+log-sum-exps are in base 2 throughout: a change of base would round them twice more, and the
+backward subtracts them from scores of the same size. Offsets that grow with the batch or the
+sequence are 64-bit, offsets inside a tile 32-bit.
 """
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 from triton.runtime.interpreter import InterpretedFunction
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -48,13 +47,16 @@ def _opaque(x):
 
     Without the wall Triton converts the operands of the rotation instead of its result: three
     conversions instead of one, two of them in float32 and with 8-way bank conflicts (read off the
-    IR of Triton 3.6 for sm_90). The move disappears in the assembler.
+    IR of Triton 3.6 for sm_90). The move disappears in the assembler. From sm_100 on the pipeliner
+    wants to predicate the wall and cannot; there the dots read other memory anyway.
     """
-    if not INTERPRETED and x.dtype.primitive_bitwidth == 16:
-        x = tl.inline_asm_elementwise(
+    if INTERPRETED or x.dtype.primitive_bitwidth != 16 or cuda_capability_geq(10, 0):
+        y = x
+    else:
+        y = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
         )
-    return x
+    return y
 
 
 @triton.jit
@@ -198,7 +200,7 @@ def _forward_tile(
         x_o = _dot(p.to(v_c.dtype), v_c, PRECISION) * (1.0 / norm_t)[:, None]
         _store_rows(out + at * o_t, o_t, x_o, keep, MASKED)
         lse_rows = lse + at + tl.arange(0, BLOCK_N)
-        lse_t = (m_t + _log2(norm_t)) * LN2
+        lse_t = m_t + _log2(norm_t)
         if MASKED:
             tl.store(lse_rows, lse_t, mask=keep)
         else:
@@ -264,7 +266,7 @@ def _load_rotated_cores(
 def _finish_rows(m, norm, acc, out, lse, o_t, keep):
     """Normalise finished rows and store their outputs and log-sum-exps."""
     _store_rows(out, o_t, acc * (1.0 / norm)[:, None], keep, True)
-    tl.store(lse + tl.arange(0, keep.shape[0]), (m + _log2(norm)) * LN2, mask=keep)
+    tl.store(lse + tl.arange(0, keep.shape[0]), m + _log2(norm), mask=keep)
 
 
 # Sizes that change from call to call: compiling anew for "divisible by 16" would gain nothing.
@@ -423,9 +425,9 @@ def _backward_tile(
         x_q = _load_rows(q + at * q_t, q_t, keep, D, MASKED)
         x_do = _load_rows(do + at * do_t, do_t, keep, D, MASKED)
         if MASKED:
-            lse_t = tl.load(lse + at + n, mask=keep, other=float("inf")) * LOG2E
+            lse_t = tl.load(lse + at + n, mask=keep, other=float("inf"))
         else:
-            lse_t = tl.load(lse + at + n) * LOG2E
+            lse_t = tl.load(lse + at + n)
     if CORE_ROWS:
         x_k = _load_rows(k + at * k_t, k_t, keep, D, MASKED)
         x_v = _load_rows(v + at * v_t, v_t, keep, D, MASKED)
@@ -513,12 +515,12 @@ def _backward_span(
 
 @triton.jit
 def _core_statistics(lse, out, do_c, o_t, is_core, scale, PAD_CORES: tl.constexpr):
-    """Of the core rows: log-sum-exp in base 2, and scale * rowsum(dO * O).
+    """Of the core rows: log-sum-exp, and scale * rowsum(dO * O).
 
     A padding row gets lse = +inf, so that every probability of it is exactly zero.
     """
     rows = tl.arange(0, is_core.shape[0])
-    lse_c = tl.load(lse + rows, mask=is_core, other=float("inf")) * LOG2E
+    lse_c = tl.load(lse + rows, mask=is_core, other=float("inf"))
     o_c = _load_rows(out, o_t, is_core, do_c.shape[1], PAD_CORES)
     return lse_c, tl.sum(do_c.to(tl.float32) * o_c.to(tl.float32), 1) * scale
 
@@ -830,9 +832,9 @@ def delta_kernel(
 
 @triton.jit
 def _load_statistics(lse, delta, first, end, ROWS: tl.constexpr):
-    """Base-2 log-sum-exps and deltas; rows past `end` get +inf, that is probability zero."""
+    """Log-sum-exps and deltas; rows past `end` get +inf, that is probability zero."""
     rows = first + tl.arange(0, ROWS)
-    lse_r = tl.load(lse + rows, mask=rows < end, other=float("inf")) * LOG2E
+    lse_r = tl.load(lse + rows, mask=rows < end, other=float("inf"))
     return lse_r, tl.load(delta + rows, mask=rows < end, other=0.0)
 
 

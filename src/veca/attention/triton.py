@@ -8,6 +8,7 @@ its backward. Every tuning constant is in `KNOBS` and `TILED`. The kernels are i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -52,37 +53,48 @@ class Launch:
     fused: bool = False
 
 
-# (pass, bytes of an element, head width, rotated). The remarks are what Triton 3.6 and its ptxas
-# report for sm_90, 64 cores and float32 tables: registers a thread, KB of shared memory a program.
-# An H200 multiprocessor has 512 registers for each of 128 threads, and 228 KB (1 a program lost).
-KNOBS: dict[tuple[str, int, int, bool], Launch] = {
-    ("forward", 2, 32, False): Launch(64, stages=3, per_sm=5, registers=96),  # 28 KB
-    ("forward", 2, 32, True): Launch(64, stages=3, per_sm=4, registers=128),  # 44 KB
-    ("forward", 2, 64, False): Launch(64, stages=3, per_sm=4, registers=128),  # 124 registers, 56
-    ("forward", 2, 64, True): Launch(64, stages=2, per_sm=4, registers=128),  # 129 uncapped, 56 KB
-    ("forward", 2, 128, False): Launch(64, stages=3, per_sm=2),  # 168 registers, 112 KB
-    ("forward", 2, 128, True): Launch(64, stages=2, per_sm=2),  # 220 registers, 112 KB
-    ("forward", 4, 32, False): Launch(32, warps=8, stages=1, per_sm=1),
-    ("forward", 4, 32, True): Launch(32, warps=8, stages=1, per_sm=1),
-    ("forward", 4, 64, False): Launch(32, warps=8, stages=1, per_sm=1),
-    ("forward", 4, 64, True): Launch(32, warps=8, stages=1, per_sm=1),
-    ("backward", 2, 32, False): Launch(64, stages=3, per_sm=3, registers=168),  # 145, 41 KB
-    ("backward", 2, 32, True): Launch(64, stages=3, per_sm=2),  # 190 registers, 60 KB
-    ("backward", 2, 64, False): Launch(64, stages=3, per_sm=2),  # 207 registers, 73 KB
-    ("backward", 2, 64, True): Launch(64, stages=3, per_sm=2),  # 252 registers, 112 KB
-    ("backward", 2, 128, False): Launch(64, warps=8, stages=2, per_sm=1),  # 239 registers, 113 KB
-    ("backward", 2, 128, True): Launch(64, warps=8, stages=2, per_sm=1),  # 255 registers, 160 KB
-    ("backward", 4, 32, False): Launch(32, warps=8, stages=1, per_sm=1),
-    ("backward", 4, 32, True): Launch(32, warps=8, stages=1, per_sm=1),
-    ("backward", 4, 64, False): Launch(32, warps=8, stages=1, per_sm=1),
-    ("backward", 4, 64, True): Launch(32, warps=8, stages=1, per_sm=1),
+# (pass, bytes of an element, head width, bytes of a table's element or 0 without rotation). Where
+# several are given, `cheapest` picks by how evenly they fill the chip. The remarks are what Triton
+# 3.6 and its ptxas report for sm_90 and 64 cores: registers a thread, KB of shared memory a
+# program. An H200 multiprocessor has 512 registers for each of 128 threads, and 228 KB (1 a program
+# lost).
+KNOBS: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
+    ("forward", 2, 32, 0): (Launch(64, stages=3, per_sm=5, registers=96),),  # 28 KB
+    ("forward", 2, 32, 2): (Launch(64, stages=3, per_sm=4, registers=128),),
+    ("forward", 2, 32, 4): (Launch(64, stages=3, per_sm=4, registers=128),),  # 44 KB
+    ("forward", 2, 64, 0): (
+        Launch(64, stages=3, per_sm=4, registers=128),  # 124 registers, 56 KB
+        Launch(64, stages=4, per_sm=3),  # 72 KB
+    ),
+    ("forward", 2, 64, 2): (Launch(64, stages=3, per_sm=4),),
+    ("forward", 2, 64, 4): (Launch(64, stages=2, per_sm=4, registers=128),),  # 129 uncapped, 56 KB
+    ("forward", 2, 128, 0): (Launch(64, stages=3, per_sm=2),),  # 168 registers, 112 KB
+    ("forward", 2, 128, 2): (Launch(64, stages=2, per_sm=2),),
+    ("forward", 2, 128, 4): (Launch(64, stages=2, per_sm=2),),  # 220 registers, 112 KB
+    ("forward", 4, 32, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("forward", 4, 32, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("forward", 4, 64, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("forward", 4, 64, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("backward", 2, 32, 0): (Launch(64, stages=3, per_sm=3, registers=168),),  # 145, 41 KB
+    ("backward", 2, 32, 2): (Launch(64, stages=3, per_sm=2),),
+    ("backward", 2, 32, 4): (Launch(64, stages=3, per_sm=2),),  # 190 registers, 60 KB
+    ("backward", 2, 64, 0): (Launch(64, stages=3, per_sm=2),),  # 207 registers, 73 KB
+    ("backward", 2, 64, 2): (Launch(64, stages=3, per_sm=2),),
+    ("backward", 2, 64, 4): (Launch(64, stages=3, per_sm=2),),  # 252 registers, 112 KB
+    ("backward", 2, 128, 0): (Launch(64, warps=8, stages=2, per_sm=1),),  # 239 registers, 113 KB
+    ("backward", 2, 128, 2): (Launch(64, warps=8, stages=2, per_sm=1),),
+    ("backward", 2, 128, 4): (Launch(64, warps=8, stages=2, per_sm=1),),  # 255 registers, 160 KB
+    ("backward", 4, 32, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("backward", 4, 32, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("backward", 4, 64, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("backward", 4, 64, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
 }
 
 # More cores than stay resident, and whatever has no line above (float32 of width 128, whose cores
 # alone overflow the chip). `block` is the side of a square tile of scores.
 TILED: dict[tuple[int, int], Launch] = {
-    (2, 32): Launch(64, stages=2, per_sm=3),
-    (2, 64): Launch(64, stages=2, per_sm=2),
+    (2, 32): Launch(64, stages=1, per_sm=3),
+    (2, 64): Launch(64, stages=1, per_sm=2),
     (2, 128): Launch(64, warps=8, stages=2, per_sm=1),
     (4, 32): Launch(32, stages=1, per_sm=2),
     (4, 64): Launch(32, stages=1, per_sm=2),
@@ -90,30 +102,38 @@ TILED: dict[tuple[int, int], Launch] = {
 }
 
 MAX_SPLITS = 64  # more would make merging cost as much as attending
-MERGE_ELEMENTS = 4096  # per program that merges splits: 32 for each of its 128 threads
+MERGE_ELEMENTS = 2048  # per program that merges splits: 16 for each of its 128 threads
 CPU_MULTIPROCESSORS = 4  # what the interpreter pretends to have
 
 
-def choose_splits(sequences: int, tiles: int, multiprocessors: int, per_sm: int) -> int:
-    """Into how many spans to cut a walk over `tiles` tiles that `sequences` programs would take.
+def span_cost(sequences: int, tiles: int, multiprocessors: int, launch: Launch, splits: int) -> int:
+    """Tiles in a row on one multiprocessor when a walk over `tiles` is cut into `splits` spans.
 
     A multiprocessor runs `per_sm` programs at a time and needs nearly all of them to keep memory
     busy, so a last round with fewer takes as long as one with `per_sm - 1`. A program costs its
-    tiles plus one for reading the cores, and one more for writing partial results if it has only
-    a span of the sequence. The cheapest number of spans is taken, the smallest if several are.
+    tiles, plus one for reading the cores, one for each stage beyond three that it must fill, and
+    one for writing partial results if it has only a span of the sequence.
     """
+    per_sm = launch.per_sm
     busy = max(per_sm - 1, min(per_sm, 2))
+    span = -(-tiles // splits)
+    rounds, rest = divmod(-(-sequences * splits // multiprocessors), per_sm)
+    turns = rounds * per_sm + (max(rest, busy) if rest else 0)
+    return turns * (span + max(1, launch.stages - 2) + (splits > 1))
 
-    def cost(splits: int) -> tuple[int, int]:
-        span = -(-tiles // splits)
-        programs = -(-sequences * splits // multiprocessors)
-        rounds, rest = divmod(programs, per_sm)
-        turns = rounds * per_sm + (max(rest, busy) if rest else 0)
-        return turns * (span + (1 if splits == 1 else 2)), splits
 
+@functools.lru_cache(maxsize=1024)  # asked at every call, and a hundred microseconds long
+def choose_splits(sequences: int, tiles: int, multiprocessors: int, launch: Launch) -> int:
+    """Into how many spans to cut a walk over `tiles` tiles that `sequences` programs would take.
+
+    The cheapest number by `span_cost`, the smallest if several are.
+    """
     # Only numbers of spans that leave none empty.
     candidates = {-(-tiles // -(-tiles // s)) for s in range(1, min(tiles, MAX_SPLITS) + 1)}
-    return min(candidates or {1}, key=cost)
+    return min(
+        sorted(candidates or {1}),
+        key=lambda splits: span_cost(sequences, tiles, multiprocessors, launch, splits),
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,8 +193,8 @@ def core_attention(
         scale = q.shape[-1] ** -0.5
     if scale <= 0:  # the kernels take the maximum of unscaled scores
         q, scale = q * scale, 1.0
-    core_cos, core_sin = core_tables if core_tables is not None else (None, None)
-    patch_cos, patch_sin = patch_tables if patch_tables is not None else (None, None)
+    core_cos, core_sin = _same_shape(core_tables)
+    patch_cos, patch_sin = _same_shape(patch_tables)
     if torch.is_grad_enabled():
         for table in (patch_cos, patch_sin):
             if table is not None and table.requires_grad:
@@ -211,7 +231,7 @@ def _forward(
     num_cores: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [B, H, T, d] and natural log-sum-exps [B, H, T] of all rows."""
+    """Outputs [B, H, T, d] and base-2 log-sum-exps [B, H, T] of all rows."""
     return launch_forward(q, k, v, core_cos, core_sin, patch_cos, patch_sin, num_cores, scale)
 
 
@@ -351,6 +371,12 @@ class _Problem:
         return self.q.shape[3]
 
     @property
+    def table_bytes(self) -> int:
+        """Bytes of a rotary table's element; 0 without tables."""
+        given = [tables for tables in (self.core, self.patch) if tables.given]
+        return max((tables.cos.element_size() for tables in given), default=0)
+
+    @property
     def scale_log2(self) -> float:
         return self.scale * math.log2(math.e)
 
@@ -364,7 +390,19 @@ class _Problem:
 
     def splits(self, roles: int, tiles: int, launch: Launch) -> int:
         units = _multiprocessors(self.q.device)
-        return choose_splits(self.sequences * roles, tiles, units, launch.per_sm)
+        return choose_splits(self.sequences * roles, tiles, units, launch)
+
+    def cheapest(self, launches: tuple[Launch, ...]) -> Launch:
+        """The launch whose programs fill the chip most evenly; the first if several do."""
+
+        def cost(launch: Launch) -> int:
+            tiles = -(-self.patches // launch.block)
+            roles = 1 if launch.fused else 2
+            splits = self.splits(roles, tiles, launch)
+            units = _multiprocessors(self.q.device)
+            return span_cost(self.sequences * roles, tiles, units, launch, splits)
+
+        return launches[0] if len(launches) == 1 else min(launches, key=cost)
 
 
 def launch_forward(
@@ -636,6 +674,15 @@ def _token_major(q: Tensor) -> Tensor:
     return _empty(q, [batch, tokens, heads, width], q.dtype).transpose(1, 2)
 
 
+def _same_shape(tables: Sequence[Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
+    if tables is None:
+        return None, None
+    cos, sin = tables
+    if cos.shape != sin.shape:  # one of them serves the whole batch
+        cos, sin = torch.broadcast_tensors(cos, sin)
+    return cos, sin
+
+
 def _tables(cos: Tensor | None, sin: Tensor | None, stand_in: Tensor) -> _Tables:
     if cos is None or sin is None:
         return _Tables(stand_in, stand_in, (0, 0), False)
@@ -696,11 +743,16 @@ def _pick(
     name: str, problem: _Problem, launch: Launch | None, tiled: bool | None
 ) -> tuple[Launch, bool]:
     size, width = problem.q.element_size(), problem.width
-    line = KNOBS.get((name, size, width, problem.core.given or problem.patch.given))
+    tables = problem.table_bytes
+    line = KNOBS.get((name, size, width, tables)) or KNOBS.get((name, size, width, tables and size))
     if tiled is None:
         tiled = problem.num_cores > RESIDENT_CORES or line is None
     if launch is None:
-        launch = TILED[size, width] if tiled or line is None else line
+        launch = TILED[size, width] if tiled or line is None else problem.cheapest(line)
+        if not _is_hopper(problem.q.device):
+            # Half the shared memory and other tensor cores: what fits and spills least there.
+            stages = min(launch.stages, 1 if width == 128 else 2)
+            launch = dataclasses.replace(launch, stages=stages, registers=None)
     return launch, tiled
 
 
@@ -750,6 +802,11 @@ def _kernels() -> Any:
 def _on_device(q: Tensor) -> contextlib.AbstractContextManager[object]:
     # Triton launches on the current device, which need not be the tensors'.
     return torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext()
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @functools.cache
