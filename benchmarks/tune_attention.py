@@ -272,9 +272,11 @@ def rival_calls(sets: list[Case]) -> dict[str, list[Callable[[], Any]]]:
 
 def tune(
     kind: str, shape: tuple[int, int], cores: int, mode: str, bandwidth: float, rows: list[Any]
-) -> None:
+) -> str:
+    """Time every candidate; returns a line that sets the best beside what the tables pick."""
     batch, patches = shape
-    sets = cases(batch, patches, cores, TABLES[mode])
+    tables = TABLES[mode]
+    sets = cases(batch, patches, cores, tables)
     size = bytes_moved(kind, batch, patches, cores)
     results: list[tuple[float, Launch, int | None]] = []
 
@@ -302,14 +304,25 @@ def tune(
             [kind, batch, patches, cores, mode, describe(launch), splits or "auto",
              f"{seconds * 1e3:.4f}", f"{share:.3f}"]
         )  # fmt: skip
-        in_use = launch in backend.KNOBS[kind, 2, WIDTH, 0 if mode == "plain" else 4]
-        if place < 4 or in_use:
+        in_use = launch in backend.KNOBS[kind, 2, WIDTH, tables.itemsize if tables else 0]
+        if place < 3 or in_use:
             note = "" if splits is None else f" splits={splits}"
             mine = in_use and splits is None
             print(
                 f"    {seconds * 1e3:8.4f} ms  {share:5.2f} of copy  {describe(launch)}{note}"
                 f"{'  <- KNOBS' if mine else ''}"
             )
+    shipped = time_over([getattr(case, kind) for case in sets])
+    seconds, launch, splits = results[0]
+    rows.append(
+        [kind, batch, patches, cores, mode, "as shipped", "auto", f"{shipped * 1e3:.4f}",
+         f"{size / shipped / bandwidth:.3f}"]
+    )  # fmt: skip
+    return (
+        f"{kind:8} {batch:2}x{patches:<5} C={cores:<2} {mode:11} shipped {shipped * 1e3:.4f} ms "
+        f"{size / shipped / bandwidth:.2f}, best {seconds * 1e3:.4f} ms "
+        f"{size / seconds / bandwidth:.2f} {describe(launch)} splits={splits or 'auto'}"
+    )
 
 
 def candidates(kind: str, cores: int) -> list[Launch]:
@@ -393,12 +406,13 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     rows: list[Any] = []
+    summary: list[str] = []
     for kind in kinds:
         for cores in all_cores:
             for mode in TABLES:
                 print(f"{kind}, {cores} cores, {mode}")
                 for shape in SHAPES:
-                    tune(kind, shape, cores, mode, bandwidth, rows)
+                    summary.append(tune(kind, shape, cores, mode, bandwidth, rows))
     if "rivals" in parts:
         for batch, patches in SHAPES:
             cores = all_cores[0]
@@ -416,6 +430,7 @@ def main() -> None:
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
             writer.writerows(rows)
+    print(*summary, sep="\n")
     print(f"done after {time.perf_counter() - start:.0f} s")
 
 

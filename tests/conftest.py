@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from hypothesis import settings
 
 from veca import Veca, VecaConfig, create_model
 
 torch.set_num_threads(1)
+
+# The same examples every time where a failure must mean that the change broke something.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 SMALLEST = VecaConfig(depth=3, width=32, heads=2, num_cores=8)
 

@@ -28,24 +28,18 @@ def rotations(batch, cores, patches, width, dtype):
     periods = rope.periods(width, 100.0, 0.125)
     core_xy = torch.rand(batch, cores, 2, dtype=dtype) * 2 - 1
     patch_xy = torch.rand(1, patches, 2, dtype=dtype) * 2 - 1
-    return (
-        rope.rotation(core_xy.requires_grad_(), periods),
-        rope.rotation(patch_xy, periods),
-        core_xy,
-    )
+    return rope.rotation(core_xy, periods), rope.rotation(patch_xy, periods)
 
 
-def run(backend, q, k, v, cores, core_xy, patch_xy, periods, upstream):
+def run(backend, q, k, v, cores, tables, upstream):
+    """Output, and gradients of q, k, v and, with rotation, of the cores' tables."""
     q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
     leaves = [q, k, v]
     kwargs = {}
-    if core_xy is not None:
-        core_xy = core_xy.detach().clone().requires_grad_()
-        leaves.append(core_xy)
-        kwargs = {
-            "core_rotation": rope.rotation(core_xy, periods),
-            "patch_rotation": rope.rotation(patch_xy, periods),
-        }
+    if tables is not None:
+        core = [x.detach().clone().requires_grad_() for x in tables[0]]
+        leaves += core
+        kwargs = {"core_rotation": core, "patch_rotation": tables[1]}
     out = core_attention(q, k, v, cores, backend=backend, **kwargs)
     return out, torch.autograd.grad(out, leaves, upstream)
 
@@ -68,13 +62,10 @@ def test_sdpa_equals_the_definition_values_and_gradients(
     torch.manual_seed(seed)
     width, count = 4 * quarter, cores + patches
     q, k, v = (tokens(batch, heads, count, width, dtype, layout) for _ in range(3))
-    core_xy = torch.rand(batch, cores, 2, dtype=dtype) * 2 - 1 if rotated else None
-    patch_xy = torch.rand(1, patches, 2, dtype=dtype) * 2 - 1
-    periods = rope.periods(width, 100.0, 0.125)
+    tables = rotations(batch, cores, patches, width, dtype) if rotated else None
     upstream = torch.randn(batch, heads, count, width, dtype=dtype)
-    args = (q, k, v, cores, core_xy, patch_xy, periods, upstream)
-    out, grads = run("sdpa", *args)
-    expected, expected_grads = run("reference", *args)
+    out, grads = run("sdpa", q, k, v, cores, tables, upstream)
+    expected, expected_grads = run("reference", q, k, v, cores, tables, upstream)
     limit = 1e-10 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(out, expected, rtol=limit, atol=limit)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
@@ -119,7 +110,7 @@ def test_all_cores_is_full_attention(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_near_and_keeps_its_dtype(backend, dtype):
     q, k, v = (tokens(2, 2, 40, 16) for _ in range(3))
-    core_rotation, patch_rotation, _ = rotations(2, 7, 33, 16, torch.float32)
+    core_rotation, patch_rotation = rotations(2, 7, 33, 16, torch.float32)
     exact = core_attention(
         q, k, v, 7, core_rotation=core_rotation, patch_rotation=patch_rotation, backend="reference"
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
+from veca.engine import compile_for_inference
 from veca.errors import InputError, suggest
 from veca.memory import is_out_of_memory, peak_tensor_memory
 from veca.model import Veca, check_budget
@@ -41,6 +42,8 @@ class Contender:
     name: str
     run: Callable[[Tensor], object]
     cores: int | None = None
+    own_graph: bool = False
+    """It replays CUDA graphs of its own, so `Plan.graph` leaves it as it is."""
 
     @property
     def label(self) -> str:
@@ -181,7 +184,11 @@ def check(config: VecaConfig, plan: Plan, cores: Sequence[int] | None = None) ->
 def contenders_for(
     model: Veca, cores: Sequence[int], plan: Plan, *, dense: bool = True
 ) -> list[Contender]:
-    """The dense yardstick (if wanted) and one contender a budget, on the plan's device."""
+    """The dense yardstick (if wanted) and one contender a budget, on the plan's device.
+
+    On CUDA the inference engine joins, once a budget; it compiles at each new size, which takes
+    seconds, before anything is timed.
+    """
     device, dtype = torch.device(plan.device), DTYPES[plan.dtype]
     contenders = []
     if dense:
@@ -193,7 +200,17 @@ def contenders_for(
     def at_budget(budget: int) -> Callable[[Tensor], object]:
         return lambda images: ours(images, cores=budget)
 
-    return contenders + [Contender("veca", at_budget(budget), budget) for budget in cores]
+    contenders += [Contender("veca", at_budget(budget), budget) for budget in cores]
+    if device.type == "cuda":
+        engine = compile_for_inference(ours, dtype=dtype, cache=len(cores))
+
+        def by_engine(budget: int) -> Callable[[Tensor], object]:
+            return lambda images: engine(images, cores=budget)
+
+        contenders += [
+            Contender("veca engine", by_engine(budget), budget, own_graph=True) for budget in cores
+        ]
+    return contenders
 
 
 def race(
@@ -314,7 +331,7 @@ def _prepare(contender: Contender, images: Tensor, plan: Plan) -> _Trial:
     if not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
         return _Trial(error="output is not finite")
     del output
-    if plan.graph:
+    if plan.graph and not contender.own_graph:
         return _Trial(_captured(contender.run, images), peak)
     return _Trial(lambda: contender.run(images), peak)
 

@@ -1,0 +1,111 @@
+"""The README's plots, from the results files: time against resolution and budget, memory.
+
+PYTHONPATH=src python benchmarks/plot.py
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from common import RESULTS
+from veca.files import atomic_write
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+COLOURS = {"dense": "black", "64": "#0072B2", "8": "#E69F00"}
+
+
+def read(name: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def dense_ms(row: dict[str, str]) -> float:
+    return min(float(row["dense flash ms"]), float(row["dense cuDNN ms"]))
+
+
+def model_plot() -> None:
+    rows = read("model")
+    sizes = {(int(r["batch"]), int(r["pixels"])): r for r in rows}
+    shapes = [s for s in ((64, 256), (16, 512), (8, 1024), (2, 2048)) if s in sizes]
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+
+    pixels = [size for _, size in shapes]
+    for name, label in (
+        ("dense", "dense DINOv3-B"),
+        ("64", "VECA, 64 cores"),
+        ("8", "VECA, 8 cores"),
+    ):
+        times = [
+            (dense_ms(sizes[b, s]) if name == "dense" else float(sizes[b, s][f"veca {name} ms"]))
+            / b
+            for b, s in shapes
+        ]
+        key = "dense MiB" if name == "dense" else f"veca {name} MiB"
+        memory = [float(sizes[b, s][key]) / b for b, s in shapes]
+        left.plot(pixels, times, marker="o", color=COLOURS[name], label=label)
+        right.plot(pixels, memory, marker="o", color=COLOURS[name], label=label)
+    _log(left, pixels, "ms per image")
+    _log(right, pixels, "activations, MiB per image")
+    left.legend()
+
+    sweep = next(row for row in rows if row.get("veca 16 ms"))
+    budgets = [8, 16, 32, 64]
+    middle.plot(
+        budgets, [float(sweep[f"veca {c} ms"]) for c in budgets], marker="o", color="#0072B2"
+    )
+    middle.axhline(dense_ms(sweep), color="black", linestyle="--", label="dense DINOv3-B")
+    middle.set_xscale("log", base=2)
+    middle.set_xticks(budgets, labels=[str(c) for c in budgets])
+    middle.set_xlabel("cores")
+    middle.set_ylabel(f"ms, batch of {sweep['batch']} at {sweep['pixels']} px")
+    middle.set_ylim(bottom=0)
+    middle.grid(alpha=0.3)
+    middle.legend()
+    figure.suptitle(f"ViT-B/16 size, bfloat16, {rows[0]['gpu']}, torch {rows[0]['torch']}")
+    save(figure, "gpu-model.png")
+
+
+def attention_plot() -> None:
+    rows = [r for r in read("attention") if r["dtype"] == "bfloat16" and r["cores"] == "64"]
+    names = ("one pass, rotating", "one pass", "two SDPA, rotating", "two SDPA", "dense cuDNN")
+    colours = ("#0072B2", "#56B4E9", "#E69F00", "#F0C000", "black")
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for i, (name, colour) in enumerate(zip(names, colours, strict=True)):
+        places = [x + (i - 2) * 0.16 for x in range(len(rows))]
+        axis.bar(places, [float(r[f"{name} ms"]) for r in rows], 0.15, color=colour, label=name)
+    axis.set_xticks(range(len(rows)), labels=[f"{r['batch']} x {r['patches']}" for r in rows])
+    axis.set_xlabel("batch x patches")
+    axis.set_ylabel("ms, forward")
+    axis.set_yscale("log")
+    axis.grid(axis="y", alpha=0.3)
+    axis.legend(fontsize=9)
+    axis.set_title(
+        f"core attention, 12 heads of 64, 64 cores, bfloat16, {rows[0]['gpu']}", fontsize=11
+    )
+    save(figure, "gpu-attention.png")
+
+
+def _log(axis: Axes, pixels: list[int], label: str) -> None:
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.set_xticks(pixels, labels=[str(p) for p in pixels])
+    axis.minorticks_off()
+    axis.set_xlabel("image side (pixels)")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+
+
+def save(figure: Figure, name: str) -> None:
+    with atomic_write(IMAGES / name) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+if __name__ == "__main__":
+    model_plot()
+    attention_plot()
