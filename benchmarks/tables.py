@@ -1,0 +1,161 @@
+"""Markdown tables from the results files, put where the documents ask for them.
+
+    PYTHONPATH=src python benchmarks/tables.py
+
+A document asks with a pair of comments, `<!-- table: model -->` and `<!-- end table -->`; what
+stands between them is written here and nowhere else. The tests check that nothing is stale.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from veca.files import atomic_write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/performance.md")
+_BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
+
+Rows = list[dict[str, str]]
+
+
+def model(rows: Rows) -> str:
+    header = ["batch x pixels", "dense DINOv3-B, ms", "64 cores, ms", "8 cores, ms",
+              "speed-up at 64", "at 8", "64 cores over the matrix floor"]  # fmt: skip
+    return table(
+        header,
+        [
+            [
+                f"{r['batch']} x {r['pixels']}",
+                number(min(float(r["dense flash ms"]), float(r["dense cuDNN ms"]))),
+                number(r["veca 64 ms"]),
+                number(r["veca 8 ms"]),
+                f"{float(r['speed-up 64']):.2f}x",
+                f"{float(r['speed-up 8']):.2f}x",
+                f"{float(r['over floor 64']):.2f}",
+            ]
+            for r in rows
+        ],
+    )
+
+
+def attention(rows: Rows) -> str:
+    header = ["batch x patches", "one pass", "with rotation", "two SDPA", "with rotation",
+              "dense cuDNN", "share of copy bandwidth", "with rotation"]  # fmt: skip
+    times = ("one pass", "one pass, rotating", "two SDPA", "two SDPA, rotating", "dense cuDNN")
+    shares = ("one pass, share of copy", "one pass, rotating, share of copy")
+    return table(
+        header,
+        [
+            [f"{r['batch']} x {r['patches']}"]
+            + [number(r[f"{name} ms"]) for name in times]
+            + [f"{float(r[name]):.2f}" for name in shares]
+            for r in rows
+            if r["dtype"] == "bfloat16" and r["cores"] == "64"
+        ],
+    )
+
+
+def attention_backward(rows: Rows) -> str:
+    header = ["batch x patches", "one pass, ms", "two SDPA, ms", "speed-up",
+              "with rotation, ms", "two SDPA with rotation, ms", "speed-up",
+              "MiB", "two SDPA, MiB"]  # fmt: skip
+    return table(
+        header,
+        [
+            [
+                f"{r['batch']} x {r['patches']}",
+                number(r["one pass fwd+bwd ms"]),
+                number(r["two SDPA fwd+bwd ms"]),
+                f"{float(r['fwd+bwd vs two SDPA']):.1f}x",
+                number(r["one pass, rotating fwd+bwd ms"]),
+                number(r["two SDPA, rotating fwd+bwd ms"]),
+                f"{float(r['fwd+bwd vs two SDPA, rotating']):.1f}x",
+                number(r["one pass fwd+bwd MiB"]),
+                number(r["two SDPA fwd+bwd MiB"]),
+            ]
+            for r in rows
+            if r["dtype"] == "bfloat16" and r["cores"] == "64"
+        ],
+    )
+
+
+def train(rows: Rows) -> str:
+    header = ["batch x pixels", "eager SDPA, images/s", "fast, images/s", "speed-up",
+              "eager SDPA, GiB", "fast, GiB"]  # fmt: skip
+    return table(
+        header,
+        [
+            [
+                f"{r['batch']} x {r['pixels']}",
+                number(r["sdpa images/s"]),
+                number(r["fast images/s"]),
+                f"{float(r['speed-up']):.2f}x",
+                number(float(r["sdpa MiB"]) / 1024),
+                number(float(r["fast MiB"]) / 1024),
+            ]
+            for r in rows
+        ],
+    )
+
+
+def cpu(rows: Rows) -> str:
+    header = ["pixels", "dense, ms", "64 cores, ms", "8 cores, ms", "speed-up at 64", "at 8",
+              "peak MiB, dense", "64 cores"]  # fmt: skip
+    by_size: dict[int, dict[str, dict[str, str]]] = {}
+    for r in rows:
+        by_size.setdefault(int(r["size"]), {})[r["cores"] or "dense"] = r
+    return table(
+        header,
+        [
+            [
+                str(size),
+                *(number(at[name]["ms"]) for name in ("dense", "64", "8")),
+                *(f"{float(at[name]['speedup']):.2f}x" for name in ("64", "8")),
+                *(number(at[name]["peak_mib"]) for name in ("dense", "64")),
+            ]
+            for size, at in sorted(by_size.items())
+        ],
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
+    "model": ("model", model),
+    "attention": ("attention", attention),
+    "attention-backward": ("attention", attention_backward),
+    "train": ("train", train),
+    "cpu": ("cpu", cpu),
+}
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---:"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def number(value: str | float) -> str:
+    """Three digits that count."""
+    value = float(value)
+    digits = max(0, 3 - len(str(int(abs(value)))) if abs(value) >= 1 else 3)
+    return f"{value:.{digits}f}"
+
+
+def filled(text: str) -> str:
+    """A document with its tables as the results files have them."""
+
+    def fill(match: re.Match[str]) -> str:
+        source, build = TABLES[match[2]]
+        with (RESULTS / f"{source}.csv").open(encoding="utf-8") as file:
+            return match[1] + build(list(csv.DictReader(file))) + match[3]
+
+    return _BLOCK.sub(fill, text)
+
+
+if __name__ == "__main__":
+    for name in DOCUMENTS:
+        path = ROOT / name
+        atomic_write_text(path, filled(path.read_text(encoding="utf-8")))
