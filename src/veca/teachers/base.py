@@ -28,6 +28,8 @@ _STUDENT_PATCH = 16
 """Pixels of a student's patch, to turn grids into image sizes in messages."""
 # Pixels are 0..1. Augmentation may overshoot a little; normalised pixels reach about -2 and 2.5.
 _PIXEL_RANGE = (-0.5, 1.5)
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that use CUDA graphs."""
 
 
 class TeacherError(VecaError, ValueError):
@@ -106,6 +108,7 @@ class Teacher(nn.Module):
         self._autocast: torch.dtype | None = None
         self._seen = False
         self._compiled: list[nn.Module] = []
+        self._graphs = False
         for name_, values in (("_mean", self.image_mean), ("_std", self.image_std)):
             tensor = torch.tensor(values, dtype=torch.float32).view(1, 3, 1, 1)
             self.register_buffer(name_, tensor, persistent=False)
@@ -254,7 +257,12 @@ class Teacher(nn.Module):
         if not self._compiled:
             return self._extract(images)
         try:
-            return self._extract(images)
+            if not self._graphs:
+                return self._extract(images)
+            # CUDA graphs write their next results over their last; these are handed out.
+            torch.compiler.cudagraph_mark_step_begin()
+            cls, patches = self._extract(images)
+            return cls.clone(), patches.clone()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -289,7 +297,7 @@ class Teacher(nn.Module):
                     f"pixels must be in 0..1 and not normalised (the teacher does that), got "
                     f"values from {low:.3g} to {high:.3g}."
                 )
-        self._seen = True
+            self._seen = True
 
     def _check_output(self, cls: Tensor, patches: Tensor, own: Grid, batch: int) -> None:
         wanted = (batch, self.width), (batch, own[0] * own[1], self.dense_width)
@@ -391,6 +399,7 @@ class Teacher(nn.Module):
         """
         options = {"dynamic": False, **options}
         self.uncompile()
+        self._graphs = options.get("mode") in _GRAPH_MODES
         for module in self._compilable():
             module.compile(**options)
             self._compiled.append(module)
@@ -420,7 +429,8 @@ class Teacher(nn.Module):
         }
 
     def extra_repr(self) -> str:
-        return f"{self.name}, width={self.width}, stride={self.stride}, licence={self.licence!r}"
+        # Without the name, so that the same teacher found elsewhere reads the same.
+        return f"width={self.width}, stride={self.stride}"
 
 
 def check_grid(grid: object) -> Grid:

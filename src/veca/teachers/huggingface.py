@@ -538,8 +538,7 @@ def _hide_broken_torchvision() -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """No progress bars and no reports of unused weights (a CLIP file holds a text tower too)."""
-    from transformers.utils import logging
-
+    logging: Any = importlib.import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

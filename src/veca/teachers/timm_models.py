@@ -17,8 +17,8 @@ class TimmTeacher(Teacher):
     """A timm model without its classifier.
 
     The global feature is the CLS token after the last norm where there is one, else what the
-    model's own pooling gives. Dense features are the patch tokens after the last norm, or the last
-    feature map of a CNN.
+    model's own pooling gives. Dense features are the patch tokens after the last norm (before it
+    in a ViT that pools by averaging: timm norms after the pooling there), or a CNN's last map.
     """
 
     def __init__(self, model: nn.Module, *, name: str, licence: str = UNKNOWN_LICENCE) -> None:
@@ -52,6 +52,8 @@ class TimmTeacher(Teacher):
         else:
             patches = output[:, self._prefix :]
         cls = output[:, 0] if self._has_cls else model.forward_head(output, pre_logits=True)
+        if cls.ndim != 2:  # it took "token" for a kind of pooling that it does not have
+            cls = patches.mean(dim=1)
         return cls, patches
 
     def _patch_convolution(self) -> tuple[Tensor, Tensor] | None:
@@ -65,7 +67,7 @@ class TimmTeacher(Teacher):
 
     def _compilable(self) -> list[nn.Module]:
         blocks = getattr(self.model, "blocks", None)
-        if isinstance(blocks, (nn.ModuleList, nn.Sequential)) and self._prefix:
+        if isinstance(blocks, (nn.ModuleList, nn.Sequential)):
             return list(blocks)
         # Its forward is never called, only parts of it; these are its parts.
         return list(self.model.children())
@@ -142,7 +144,8 @@ def _stride(model: nn.Module, name: str) -> int:
 
 def _sizes(model: nn.Module, settings: dict[str, Any]) -> list[Grid] | None:
     """The one size a transformer with fixed positions takes; None for models that take any."""
-    embed = getattr(model, "patch_embed", None)
+    embeds = [m for m in model.modules() if hasattr(m, "strict_img_size")]
+    embed = embeds[0] if embeds else getattr(model, "patch_embed", None)
     if embed is None or getattr(model, "dynamic_img_size", False):
         return None
     if not getattr(embed, "strict_img_size", True):
