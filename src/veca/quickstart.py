@@ -7,24 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image
-from torch import Tensor
+from torch.nn import functional as F
 
 from veca import bench, viz
 from veca.cost import Cost, cost
-from veca.files import atomic_write
 from veca.html import Page
-from veca.images import preprocess, read_image
-from veca.model import Veca, VecaOutput, create_model
-from veca.weights import find, load
+from veca.model import Veca
+from veca.viz import numbers
+from veca.viz.report import add_figure, add_numbers, figures
+from veca.viz.source import DEFAULT_WEIGHTS, FRESH, choose
+from veca.viz.view import unique_names
+
+__all__ = [
+    "BUDGETS",
+    "DEFAULT_WEIGHTS",
+    "FRESH",
+    "BudgetRow",
+    "Quickstart",
+    "bundled_photos",
+    "quickstart",
+    "table",
+]
 
 BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
-PICTURED = (8, 16, 32, 64)
-DEFAULT_WEIGHTS = "veca_tiny_patch16"
-FRESH = (
-    "These are fresh random weights, not trained ones: costs and times are real, but the features "
-    "and the pictures mean nothing yet."
-)
+# The figures of `veca viz report` that the page shows of every photo.
+PARTS = ("features", "agreement", "similarity", "attention-norm", "cores", "paths")
 
 
 @dataclass(frozen=True)
@@ -76,28 +83,27 @@ def quickstart(
             there are none.
         size: the short side of the photos and the side of the timed image, in pixels.
     """
-    name, model, trained = _model(weights, device)
-    budgets = [c for c in BUDGETS if c <= model.config.num_cores] or [model.config.num_cores]
+    name, model, fresh = choose(weights, device)
+    budgets = viz.default_budgets(model, BUDGETS)
     out.mkdir(parents=True, exist_ok=True)
 
-    seen: list[tuple[float, float]] = []
-    sheets: list[tuple[str, str]] = []
+    views = []
     for path in photos or bundled_photos():
         progress(f"looking at {path.name}")
-        photo = read_image(path)
-        outputs = _outputs(model, photo, size, budgets, device)
-        seen += [_agreement(outputs[c], outputs[budgets[-1]]) for c in budgets]
-        sheets += _draw(model, photo, path.stem, outputs, size, device, out)
+        view = viz.View(model, path, size)
+        for budget in budgets:
+            view.run(budget)
+        views.append(view)
 
     progress("timing beside a dense ViT")
     times = _times(model, budgets, size, device)
-    by_budget = torch.tensor(seen).view(-1, len(budgets), 2).mean(dim=0).tolist()
+    agreement = {c: _agreement(views, c, budgets[-1]) for c in budgets}
     rows = [
-        BudgetRow(c, cost(model.config, size, c), times[f"veca {c}"], *by_budget[i])
-        for i, c in enumerate(budgets)
+        BudgetRow(c, cost(model.config, size, c), times[f"veca {c}"], *agreement[c])
+        for c in budgets
     ]
-    result = Quickstart(name, trained, size, rows, times["dense"], out / "index.html")
-    _write_page(result, sheets, device)
+    result = Quickstart(name, not fresh, size, rows, times["dense"], out / "index.html")
+    _write_page(result, views, device, progress)
     return result
 
 
@@ -139,77 +145,14 @@ def table(result: Quickstart) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _model(weights: str | None, device: torch.device | str) -> tuple[str, Veca, bool]:
-    if weights is None and find(DEFAULT_WEIGHTS) is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return DEFAULT_WEIGHTS, create_model(DEFAULT_WEIGHTS).to(device).eval(), False
-    name = weights or DEFAULT_WEIGHTS
-    return name, load(name, device=device), True
-
-
-def _pixels(model: Veca, photo: Image.Image, size: int, device: torch.device | str) -> Tensor:
-    c = model.config
-    batch = preprocess(photo, size, patch_size=c.patch_size, mean=c.image_mean, std=c.image_std)
-    return batch.pixels.to(device)
-
-
-@torch.inference_mode()
-def _outputs(
-    model: Veca, photo: Image.Image, size: int, budgets: Sequence[int], device: torch.device | str
-) -> dict[int, VecaOutput]:
-    pixels = _pixels(model, photo, size, device)
-    return {c: model(pixels, cores=c) for c in budgets}
-
-
-def _agreement(some: VecaOutput, full: VecaOutput) -> tuple[float, float]:
-    cosine = torch.nn.functional.cosine_similarity
-    return (
-        cosine(some.cls, full.cls, dim=-1).mean().item(),
-        cosine(some.patches, full.patches, dim=-1).mean().item(),
-    )
-
-
-@torch.inference_mode()
-def _draw(
-    model: Veca,
-    photo: Image.Image,
-    name: str,
-    outputs: dict[int, VecaOutput],
-    size: int,
-    device: torch.device | str,
-    out: Path,
-) -> list[tuple[str, str]]:
-    """Write a photo's pictures; return (file name, what it shows) of each."""
-    pictured = [c for c in PICTURED if c in outputs] or list(outputs)
-    maps = [outputs[c].feature_map()[0] for c in pictured]
-    features = viz.feature_pictures(maps, (photo.height, photo.width))
-    pixels = _pixels(model, photo, size, device)
-    most = max(outputs)
-
-    path = [o.core_xy[0] for o in model.forward_intermediates(pixels, most)]
-    attention = model.attention_maps(pixels, 8 if 8 in outputs else most, kind="norm")[0, -1]
-    sheets = {
-        f"{name}-features.png": (
-            viz.strip([photo, *features], [name, *(f"{c} cores" for c in pictured)]),
-            f"{name}: dense features as colours, one scale of colours for all budgets",
-        ),
-        f"{name}-cores.png": (
-            viz.strip(
-                [viz.draw_cores(photo, path), *(viz.heat(photo, a) for a in attention[:4])],
-                [
-                    f"{most} cores and their ways",
-                    *(f"core {i + 1} of 8 looks at" for i in range(4)),
-                ],
-            ),
-            f"{name}: where the cores travel, and what the first four of eight look at in the "
-            "last layer",
-        ),
-    }
-    for file_name, (picture, _) in sheets.items():
-        with atomic_write(out / file_name) as file:
-            picture.save(file, format="PNG")
-    return [(file_name, text) for file_name, (_, text) in sheets.items()]
+def _agreement(views: Sequence[viz.View], cores: int, full: int) -> tuple[float, float]:
+    """Mean cosines with the full budget, over photos: of embeddings, and of patches."""
+    cls, patches = [], []
+    for view in views:
+        some, whole = view.run(cores), view.run(full)
+        cls.append(F.cosine_similarity(some.states[-1, 0], whole.states[-1, 0], dim=-1))
+        patches.append(F.cosine_similarity(some.patches, whole.patches, dim=-1).mean())
+    return torch.stack(cls).mean().item(), torch.stack(patches).mean().item()
 
 
 def _times(
@@ -221,7 +164,10 @@ def _times(
 
 
 def _write_page(
-    result: Quickstart, sheets: Sequence[tuple[str, str]], device: torch.device | str
+    result: Quickstart,
+    views: Sequence[viz.View],
+    device: torch.device | str,
+    progress: Callable[[str], None],
 ) -> None:
     where = bench.machine(device)
     page = Page("VECA: one set of weights, any budget")
@@ -241,8 +187,14 @@ def _write_page(
         "the photos below.",
         "small",
     )
-    page.heading("What it sees")
-    for source, text in sheets:
-        page.picture(source, text)
-        page.text(text, "small")
+    folder = result.page.parent
+    for stem, view in unique_names(views):
+        for name, title, figure in figures(view, PARTS):
+            progress(f"drawing {stem}: {name}")
+            add_figure(page, figure, folder / f"{stem}-{name}.png", f"{stem}: {title.lower()}")
+    progress("measuring what the cores do")
+    model = views[0].model
+    rows = numbers.measure(views, viz.default_budgets(model))
+    add_numbers(page, rows, folder, not result.trained, viz.default_layers(model))
+    page.text("`veca viz report PHOTO` draws all of this and more of a photo; `veca demo` live.")
     page.write(result.page)

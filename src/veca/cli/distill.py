@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +50,7 @@ def distill(
     if dry_run:
         with console.status("setting up"):
             found = library.dry_run(settings)
-        for line in found.lines:
+        for line in found.lines if os.environ.get("RANK", "0") == "0" else ():
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         return
     if out is None:

@@ -38,7 +38,7 @@ class StudentConfig:
     """Fresh weights only: take the patch convolution of the first teacher where shapes agree."""
     gradient_checkpointing: bool = False
     compile: bool = False
-    """Compile each block with torch.compile."""
+    """Compile each block, and the loss, with torch.compile."""
     backend: str = "auto"
     """The attention backend."""
 
@@ -63,7 +63,8 @@ class TeacherConfig:
     """Run Python code that comes with a hub repository; only for those you trust."""
     compile: bool = False
     micro_batch: int = 0
-    """Images it sees at once on a process; 0 for all of the step's."""
+    """Images it sees at once on a process, at the smallest size of the schedule, and fewer in
+    proportion at larger ones; 0 for all of the step's."""
     standardise: bool = False
     """Bring each channel of its features to mean 0 and deviation 1 before the student sees them."""
     standardise_images: int = 4096
@@ -137,6 +138,7 @@ class OptimizerConfig:
     """Largest length of the gradient; 0 for no clipping."""
     accumulate: int = 1
     """Parts in which a step's batch is run, to save memory."""
+    accumulate_by_size: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -241,6 +243,10 @@ class DistillConfig:
             ("optimizer.weight_decay", o.weight_decay, 0),
             ("optimizer.clip", o.clip, 0),
             ("optimizer.accumulate", o.accumulate, 1),
+            *(
+                (f"optimizer.accumulate_by_size.{size}", parts, 1)
+                for size, parts in o.accumulate_by_size.items()
+            ),
             ("data.hold_out", self.data.hold_out, 0),
             ("data.memory_size", self.data.memory_size, 1),
             ("validation.every", self.validation.every, 0),

@@ -305,7 +305,7 @@ def versions() -> dict[str, str]:
 def machine(world: World) -> dict[str, Any]:
     """What the run runs on, as far as it changes numbers or speed."""
     about: dict[str, Any] = {
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": str(world.device),

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from veca.distill.checkpoint import Checkpoint, CheckpointStore
 from veca.distill.config import DistillConfig
+from veca.distill.describe import describe
 from veca.distill.errors import DistillError, DivergedError
 from veca.distill.export import FINAL, export_sections
 from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
@@ -113,15 +114,29 @@ class Run:
     ) -> None:
         self.begun = self._saved = time.monotonic()
         self.config, self.out, self.world = config, out, world
+        self.done, self.samples, self.best, self.loss = 0, 0, math.inf, math.nan
         self.store = CheckpointStore(out, milestones=config.checkpoint.milestones)
-        checkpoint = self._find_checkpoint(resume)
+        with contextlib.ExitStack() as stack:
+            self._set_up(source, validation, teachers, resume, console, stack)
+            self._closing = stack.pop_all()
 
+    def _set_up(
+        self,
+        source: Images,
+        validation: Images,
+        teachers: Sequence[Teacher] | None,
+        resume: bool,
+        console: Console | None,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Everything before the first step; what has to be closed goes on `stack`."""
+        config, out, world = self.config, self.out, self.world
+        checkpoint = self._find_checkpoint(resume)
         self.data: Data = open_data(config.data, world, source=source, validation=validation)
         self.teaching = open_teachers(config, world, teachers)
         self.trainer = Trainer(config, self.teaching, world)
         architecture = self.trainer.architecture
         self.plan: Plan = build_plan(config, architecture, self.data.images, world)
-        self.done, self.samples, self.best = 0, 0, math.inf
         if checkpoint is not None:
             self._check_checkpoint(checkpoint)
             self.done = checkpoint.step
@@ -137,6 +152,7 @@ class Run:
             wandb=config.follow.wandb,
             config=config.to_dict(),
         )
+        stack.callback(self.follower.close)
         self.meter = Meter(self.teaching.term_names, world)
         self.loader = training_loader(
             config,
@@ -146,24 +162,31 @@ class Run:
             world,
             self.follower.skipped if world.is_first else None,
         )
+        stack.callback(self.loader.close)
         self.held_out = validation_loader(config, self.data, self.plan, world)
+        if self.held_out is not None:
+            stack.callback(self.held_out.close)
         self._check_sizes()
         if checkpoint is not None:
             self.trainer.load_state(checkpoint.sections)
             self.loader.load_state_dict(checkpoint.about["loader"])
             self.samples = int(checkpoint.about["samples"])
             self.best = math.inf if checkpoint.about["best"] is None else checkpoint.about["best"]
+            self._say_changes(checkpoint.about["config"])
         else:
             self._find_statistics()
         self._write_run()
+        for line in describe(config, self.plan, self.trainer, self.data, world):
+            self.follower.say(line)
 
     # -------------------------------------------------------------------------------- the loop
 
     def train(self) -> DistillResult:
         """All steps that are left, or as many as time allows."""
         c = self.config
-        stopped, self.loss = "done", math.nan
+        stopped, begun_with = "done", self.samples
         self._restart_clock()
+        begun = self._since
         with _stop_signals() as signalled:
             for step in self.plan.from_step(self.done):
                 batch = self.loader.batch(step.number)
@@ -192,6 +215,8 @@ class Run:
                 if stopped != "done":
                     break
                 self._restart_clock()
+        seconds = max(time.monotonic() - begun, 1e-9)
+        self.rate = (self.samples - begun_with) / seconds
         return self._finish(stopped)
 
     def _look(self) -> None:
@@ -241,23 +266,34 @@ class Run:
 
     def _finish(self, stopped: str) -> DistillResult:
         final = self.out / FINAL
-        sections = self.trainer.state()
+        sections = self.trainer.state(optimizer=False)
+        waited = self.loader.waited_share
         if self.world.is_first:
             self.store.wait()
             export_sections(sections, {**self._about(), "step": self.done}, final)
+            numbers = {
+                "step": self.done,
+                "stopped": stopped,
+                "samples": self.samples,
+                "minutes": round(self._minutes(), 3),
+                "images_per_second": round(self.rate, 1),
+                "data_wait": round(waited, 4),
+            }
+            self.follower.write([{"kind": "end", **numbers}])
             self.follower.say(_ending(stopped, self.done, self.plan.steps, self.out, final))
+            self.follower.say(
+                f"{self.rate:,.0f} images/s with validation and saving; {waited:.1%} of the time "
+                "waited for data"
+            )
         self.world.barrier()
         best = self.best if math.isfinite(self.best) else None
         return DistillResult(self.out, self.done, self.plan.steps, self.loss, best, stopped, final)
 
     def close(self) -> None:
-        self.loader.close()
-        if self.held_out is not None:
-            self.held_out.close()
         # A save under way is let finish, whatever ended the run.
         with contextlib.suppress(Exception):
             self.store.wait()
-        self.follower.close()
+        self._closing.close()
 
     # ------------------------------------------------------------------------------ beginnings
 
@@ -314,6 +350,18 @@ class Run:
                     f"{checkpoint.path} was made with {what} {theirs!r}, here it is {ours!r}; "
                     "resume with the same, or choose another --out."
                 )
+
+    def _say_changes(self, before: dict[str, Any]) -> None:
+        """Name the settings that differ from those of the checkpoint: the curve will too."""
+        free = ("follow", "max_minutes", "device", "parallel", "checkpoint", "validation")
+        old, new = (_flat(table) for table in (before, self.config.to_dict()))
+        changed = [
+            f"{name} {old.get(name)} -> {new.get(name)}"
+            for name in sorted({*old, *new})
+            if old.get(name) != new.get(name) and name.split(".")[0] not in free
+        ]
+        if changed:
+            self.follower.say(f"resuming with other settings: {', '.join(changed)}")
 
     def _check_sizes(self) -> None:
         """Settle the grid of validation, and have every size refused that a teacher cannot see."""
@@ -419,6 +467,8 @@ class Run:
         self._since, self._waited = time.monotonic(), self.loader.waited_s
 
     def _diverged(self, error: DivergedError) -> DivergedError:
+        with contextlib.suppress(Exception):
+            self.store.wait()
         kept = self.store.steps()
         where = (
             f"the last good checkpoint, of step {kept[-1]}, is kept in {self.store.folder}"
@@ -433,6 +483,17 @@ class Run:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _flat(table: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    if isinstance(table, dict):
+        items = table.items()
+    elif isinstance(table, list) and any(isinstance(item, dict) for item in table):
+        items = enumerate(table)  # type: ignore[assignment]
+    else:
+        return {prefix.rstrip("."): table}
+    return {k: v for name, inner in items for k, v in _flat(inner, f"{prefix}{name}.").items()}
 
 
 def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:

@@ -43,9 +43,10 @@ _TINY = 1e-8
 
 
 def polar_express(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The orthogonal polar factors of `matrices` [..., rows, columns], to within a few percent.
+    """The orthogonal polar factors of `matrices` [..., rows, columns], roughly.
 
-    Computed in `dtype`, by default bfloat16 on a GPU and float32 elsewhere, and returned so.
+    Singular values come out between 0.86 and 1.14, which is all that an update needs. Computed in
+    `dtype`, by default bfloat16 on a GPU and float32 elsewhere, and returned so.
     """
     if dtype is None:
         dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
@@ -125,13 +126,17 @@ class NorMuon(Optimizer):
         torch._foreach_copy_(second, list(new_second.unbind()))
 
         rows, columns = params[0].shape
-        pieces = [_like(update, p) for update, p in zip(evened.unbind(), params, strict=True)]
-        locals_ = [_local(p) for p in params]
-        decay = group["lr"] * group["weight_decay"]
-        if decay:
-            _decay(locals_, pieces, decay, group["cautious"])
         scale = group["lr"] * _RMS * math.sqrt(max(rows, columns))
-        torch._foreach_add_(locals_, [piece.to(params[0].dtype) for piece in pieces], alpha=-scale)
+        pieces = [_like(update, p) for update, p in zip(evened.unbind(), params, strict=True)]
+        weights = [_local(p) for p in params]
+        change = _change(
+            torch.stack(weights),
+            torch.stack(pieces),
+            scale,
+            group["lr"] * group["weight_decay"],
+            group["cautious"],
+        )
+        torch._foreach_sub_(weights, list(change.unbind()))
 
     def _state(self, p: Tensor) -> dict[str, Tensor]:
         state = self.state[p]
@@ -166,13 +171,18 @@ def _momentum(
     return list(torch._foreach_add(grads, momenta, alpha=mu))
 
 
-def _decay(params: list[Tensor], updates: list[Tensor], amount: float, cautious: bool) -> None:
-    """Shrink the weights by `amount` of themselves; if cautious, only those the update shrinks."""
-    if not cautious:
-        torch._foreach_mul_(params, 1 - amount)
-        return
-    for p, update in zip(params, updates, strict=True):
-        p.sub_(torch.where(p * update >= 0, p * amount, 0.0))
+def _change(weights: Tensor, updates: Tensor, scale: float, decay: float, cautious: bool) -> Tensor:
+    """What is taken from the weights [K, rows, columns]: the scaled update and the decay.
+
+    Cautious decay shrinks only the weights that the update shrinks as well (or leaves alone).
+    """
+    change = updates * scale
+    if decay:
+        shrink = weights.float() * decay
+        if cautious:
+            shrink = torch.where(weights * updates >= 0, shrink, 0.0)
+        change += shrink
+    return change.to(weights.dtype)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from veca.distill.errors import DistillError
@@ -226,12 +229,54 @@ def launch(kind: str, device: str | torch.device) -> Iterator[World]:
         if place.type == "cuda":
             torch.cuda.set_device(place)
             options["device_id"] = place
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo", **options)
+        store, rank, size = next(rendezvous("env://", timeout=_TIMEOUT))
+        store.set_timeout(_TIMEOUT)
+        dist.init_process_group(
+            "nccl" if place.type == "cuda" else "gloo",
+            store=dist.PrefixStore(meet(store, rank, size), store),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=size,
+            **options,
+        )
     yield World(kind, dist.get_rank(), dist.get_world_size(), place)
     # Not after an error: others may be in a collective, and tidying up would wait for them.
     # Leaving instead makes torchrun end them.
     if ours:
         dist.destroy_process_group()
+
+
+def meet(store: Any, rank: int, size: int) -> str:
+    """Agree with the other ranks on a name for this start of the job.
+
+    torchrun keeps one store for all its restarts, and with it the addresses of processes that are
+    dead: a rank that starts faster than another would call one of those. Nor can restarts be
+    counted, since each machine's torchrun counts only its own. So every rank says hello with a
+    number made up now, and the first answers that very number.
+    """
+    mine = secrets.token_hex(8)
+    if rank > 0:
+        store.set(f"veca/hello/{rank}", mine)
+        session = store.get(f"veca/go/{rank}/{mine}").decode()
+        store.set(f"veca/here/{session}/{rank}", "yes")
+        return f"veca/{session}"
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, size))
+    deadline = time.monotonic() + _TIMEOUT.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"veca/here/{mine}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"veca/hello/{other}"]):
+                said = store.get(f"veca/hello/{other}")
+                if answered.get(other) != said:  # a later hello replaces that of a dead process
+                    store.set(f"veca/go/{other}/{said.decode()}", mine)
+                    answered[other] = said
+        if time.monotonic() > deadline:
+            raise DistillError(
+                f"{len(missing)} of {size} processes did not start in time; look at their output."
+            )
+        time.sleep(0.01)
+    return f"veca/{mine}"
 
 
 def _device(device: str | torch.device, local_rank: int | None) -> torch.device:
@@ -266,13 +311,15 @@ def _device(device: str | torch.device, local_rank: int | None) -> torch.device:
 
 @contextlib.contextmanager
 def own_torch_state(device: torch.device) -> Iterator[None]:
-    """Leave torch's random state and precision as they were found."""
+    """Fast settings on a GPU; torch's random state and its settings are left as they were found."""
     cuda = device.type == "cuda"
-    precision = torch.get_float32_matmul_precision()
+    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     with torch.random.fork_rng(devices=[device] if cuda else []):
         if cuda:
             torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.benchmark = True
         try:
             yield
         finally:
             torch.set_float32_matmul_precision(precision)
+            torch.backends.cudnn.benchmark = benchmark

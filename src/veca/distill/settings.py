@@ -87,7 +87,7 @@ def _convert(hint: Any, value: Any, label: str) -> Any:
         return from_table(hint, value, label)  # type: ignore[arg-type]
     if origin is tuple:
         return _sequence(args, value, label)
-    if origin in (dict, Mapping, typing.get_origin(Mapping[str, int])):
+    if origin in (dict, Mapping):
         return _mapping(args, value, label)
     return _scalar(hint, value, label)
 

@@ -23,7 +23,7 @@ from veca.distill.errors import DistillError
 from veca.errors import OutputError
 
 FILE = "targets.safetensors"
-_FLOOR = 0.01
+_FLOOR = 0.05
 """Smallest deviation, as a share of the channels' RMS deviation: a channel that hardly ever moves
 would otherwise turn its rare moves into huge targets."""
 
@@ -36,11 +36,12 @@ class Moments(NamedTuple):
 
     def standardise(self, features: Tensor) -> Tensor:
         """Features [..., D] of the teacher's -> what the student learns."""
-        return (features - self.mean) / self.std
+        # One pass over the features, which are the largest tensors of a step.
+        return torch.addcmul(-self.mean / self.std, features, 1 / self.std)
 
     def unstandardise(self, features: Tensor) -> Tensor:
         """Features [..., D] as the student gives them -> the teacher's own scale."""
-        return features * self.std + self.mean
+        return torch.addcmul(self.mean, features, self.std)
 
 
 class TargetStatistics(NamedTuple):
@@ -126,7 +127,7 @@ def save_targets(
 ) -> Path:
     """Write `targets.safetensors` into a folder, all or nothing."""
     path = Path(folder) / FILE
-    tensors = {name: t.detach().cpu().contiguous() for name, t in to_tensors(statistics).items()}
+    tensors = {name: t.detach().cpu().clone() for name, t in to_tensors(statistics).items()}
     with files.temporary_beside(path) as temporary:
         try:
             save_file(tensors, temporary)

@@ -51,6 +51,9 @@ class Teaching:
 
     def __init__(self, lessons: Sequence[Lesson], loss: LossConfig) -> None:
         self.lessons, self.loss = list(lessons), loss
+        self._loss = distillation_loss
+        self.smallest_cells: int | None = None
+        """Cells of the smallest grid to come, at which micro-batches are as large as set."""
         names = [lesson.name for lesson in lessons]
         if len(set(names)) < len(names):
             raise DistillError(f"the teachers need different names, got {', '.join(names)}.")
@@ -63,6 +66,10 @@ class Teaching:
                         f"teacher {lesson.name} has no classifier of its own; set its kl to 0."
                     )
 
+    def compile(self) -> None:
+        """Compile the loss: its many passes over large tensors become a few."""
+        self._loss = torch.compile(distillation_loss, dynamic=False)
+
     def image_size(self, grid: tuple[int, int]) -> tuple[int, int]:
         """The pixels (H, W) the teachers should be shown for a student's grid: the largest wanted.
 
@@ -74,7 +81,10 @@ class Teaching:
     @torch.no_grad()
     def features(self, lesson: Lesson, pixels: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
         """A teacher's own (global, dense) features, a micro-batch at a time."""
-        step = lesson.settings.micro_batch or len(pixels)
+        step = len(pixels)
+        if lesson.settings.micro_batch:
+            cells = grid[0] * grid[1]
+            step = lesson.settings.micro_batch * (self.smallest_cells or cells) // cells or 1
         parts = [lesson.teacher.features(part, grid) for part in pixels.split(step)]
         if len(parts) == 1:
             return parts[0].cls.float(), parts[0].patches.float()
@@ -98,7 +108,7 @@ class Teaching:
         """The loss terms for each teacher; `total` of all is what is minimised."""
         losses = []
         for lesson, said, target in zip(self.lessons, predictions, targets, strict=True):
-            one = distillation_loss(
+            one = self._loss(
                 *said, target.cls, target.patches, dense=self.loss.dense, mse=self.loss.mse
             )
             if target.logits is not None:

@@ -47,6 +47,9 @@ class Trainer:
         if self.config.student.compile:
             variants = len(plan.budgets.budgets) * len(plan.sizes.sizes)
             compile_blocks(self.student, variants)
+            self.teaching.compile()
+        cells = plan.sizes.sizes[0] // self.architecture.patch_size
+        self.teaching.smallest_cells = cells * cells
         self.wrapped = self.world.wrap(self.student, self.student.blocks())
         self.parameters = list(self.student.parameters())
         self.optimizers = Optimizers(
@@ -72,7 +75,8 @@ class Trainer:
         grid = (step.size // patch, step.size // patch)
         shown = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
         count = len(batch.pixels)
-        part_size = -(-count // self.config.optimizer.accumulate)
+        o = self.config.optimizer
+        part_size = -(-count // o.accumulate_by_size.get(step.size, o.accumulate))
         parts = list(zip(batch.pixels.split(part_size), shown.split(part_size), strict=True))
         terms: Tensor | None = None
         for i, (pixels, shown_pixels) in enumerate(parts):
@@ -90,7 +94,7 @@ class Trainer:
                 here = self.teaching.terms(losses) * share
                 terms = here if terms is None else terms + here
         self.world.finish_backward()
-        norm = self.world.clip_gradients(self.parameters, self.config.optimizer.clip)
+        norm = self.world.clip_gradients(self.parameters, o.clip)
         self.optimizers.step()
         self.optimizers.zero_grad()
         if self.ema is not None:
@@ -120,12 +124,13 @@ class Trainer:
 
     # --------------------------------------------------------------------------------- its state
 
-    def state(self) -> dict[str, dict[str, Tensor]]:
+    def state(self, *, optimizer: bool = True) -> dict[str, dict[str, Tensor]]:
         """Whole tensors on the host of the first rank, by section and name. All ranks call it."""
         sections: dict[str, Mapping[str, Tensor]] = {
-            "student": dict(self.student.named_parameters()),
-            "optimizer": self.optimizers.state_tensors(),
+            "student": dict(self.student.named_parameters())
         }
+        if optimizer:
+            sections["optimizer"] = self.optimizers.state_tensors()
         if self.ema is not None:
             sections["ema"] = self.ema.tensors
         if statistics := self.teaching.statistics():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,10 @@ def validate(
     """
     was_training = student.training
     student.eval()
+    # As it is, not compiled: every budget, size and last batch would be compiled for a few runs.
+    compiled = [(block, block._compiled_call_impl) for block in student.blocks()]
+    for block, _ in compiled:
+        block._compiled_call_impl = None
     patch = student.backbone.config.patch_size
     rows = []
     try:
@@ -76,6 +80,8 @@ def validate(
             ]
     finally:
         student.train(was_training)
+        for block, call in compiled:
+            block._compiled_call_impl = call
     return rows
 
 
@@ -87,7 +93,9 @@ def mean_loss(rows: Sequence[dict[str, Any]], teaching: Teaching) -> float:
     return sum(weights[row.get("teacher", first)] * row["loss"] for row in rows) / cells
 
 
-def _every(sweep: Any, count: int, size: int, shown: tuple[int, int], world: World) -> Any:
+def _every(
+    sweep: Iterator[Batch], count: int, size: int, shown: tuple[int, int], world: World
+) -> Iterator[Batch]:
     """The batches of a sweep, with one of no images where this rank has no part in one.
 
     With FSDP2 all ranks must run the student equally often.

@@ -82,7 +82,14 @@ class Backbone(ABC):
 
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
-        """What its features depend on, as JSON types: the key of a cache. None: cannot be told."""
+        """What its features depend on, as JSON types: the key of a cache. None: cannot be told.
+
+        It may be remembered until `refresh` is called.
+        """
+
+    def refresh(self) -> None:
+        """Forget what was remembered of the weights; called before every extraction."""
+        return
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -102,7 +109,8 @@ class VecaBackbone(Backbone):
         self.model = model.eval()
         self.cores = check_budget(cores, model.config.num_cores)
         self.name, self.role = name, role
-        self._hash: str | None = None
+        # Shared by all budgets of one network: hashing large weights takes a while.
+        self._hash: list[str] = []
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -113,7 +121,7 @@ class VecaBackbone(Backbone):
         rows = []
         for budget in budgets:
             row = VecaBackbone(self.model, budget, name=self.name, role=self.role)
-            row._hash = self.hash()
+            row._hash = self._hash
             rows.append(row)
         return rows
 
@@ -126,10 +134,13 @@ class VecaBackbone(Backbone):
             out = self.model(images, cores=self.cores)
         return Features(out.cls.float(), out.patches.float(), out.grid)
 
+    def refresh(self) -> None:
+        self._hash.clear()
+
     def hash(self) -> str:
-        if self._hash is None:
-            self._hash = weights_hash(self.model)
-        return self._hash
+        if not self._hash:
+            self._hash.append(weights_hash(self.model))
+        return self._hash[0]
 
     def identity(self) -> dict[str, Any]:
         config = self.model.config.to_dict()
@@ -205,6 +216,9 @@ class TeacherBackbone(Backbone):
         with torch.inference_mode():
             out = self.teacher.features(pixels, grid)
         return Features(out.cls.float(), out.patches.float(), out.grid)
+
+    def refresh(self) -> None:
+        self._identity = None
 
     def identity(self) -> dict[str, Any] | None:
         from veca.teachers import CallableTeacher

@@ -8,7 +8,7 @@ the bins' depths, enlarged to the image. Trained with the scale-invariant loss o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -95,7 +95,7 @@ def train(
     probe: DepthProbe,
     stored: Stored,
     depth: Callable[[int], Tensor],
-    batches: Sequence[Sequence[int]],
+    batches: Iterable[Sequence[int] | Array],
     progress: Callable[[int], None] | None = None,
 ) -> float:
     """Train from cached features; returns the mean loss of the last tenth of the batches."""

@@ -146,6 +146,8 @@ def extract(
     if not indices:
         raise ProbeError(f"no images to take features of in the {dataset.split} split.")
     summary = Summary() if summary is None else summary
+    for want in wants:
+        want.backbone.refresh()  # weights may have been trained on since the last time
     jobs = []
     for want in wants:
         root = _root(want, cache, stack, summary)

@@ -1,7 +1,8 @@
 """Linear classification by SGD: a whole grid of learning rates trained at once.
 
-The classifiers of the grid are one tensor [rates, D, classes]; they share each batch and its
-features and are otherwise independent, so training together gives what training apart would.
+The classifiers of the grid lie side by side in one tensor [D, rates, classes], so that a step is
+two matrix products for all of them. They share each batch and its features and are otherwise
+independent: training together gives what training apart would.
 """
 
 from __future__ import annotations
@@ -36,13 +37,15 @@ def scaling(kind: str, train: Tensor) -> Scaling:
     """The scaling that a protocol names; statistics come from training features alone."""
     if kind != "standardize":
         return Scaling(kind)
-    mean, std = train.double().mean(dim=0), train.double().std(dim=0, correction=0)
+    exact = train.cpu().double()  # not every device has float64
+    mean, std = exact.mean(dim=0), exact.std(dim=0, correction=0)
     # A channel that never changes says nothing; left at zero, it cannot blow up at test time.
-    return Scaling(kind, mean, torch.where(std > 1e-6 * std.max().clamp(min=1e-30), std, torch.inf))
+    std = torch.where(std > 1e-6 * std.max().clamp(min=1e-30), std, torch.inf)
+    return Scaling(kind, mean.to(train), std.to(train))
 
 
 class LinearGrid:
-    """Classifiers [rates, D, classes] and their momentum; `step` trains all of them."""
+    """Classifiers [D, rates, classes] and their momentum; `step` trains all of them."""
 
     def __init__(
         self,
@@ -59,61 +62,70 @@ class LinearGrid:
         self.scaling = normalize or Scaling("none")
         chosen = settings.learning_rates if rates is None else tuple(rates)
         factor = settings.batch / settings.reference_batch if settings.reference_batch else 1.0
-        self.rates = torch.tensor(chosen, dtype=torch.float64, device=device) * factor
+        self.rates = torch.tensor([rate * factor for rate in chosen], device=device).view(-1, 1)
         # One start for all, drawn on the CPU: the rates are compared from the same point.
-        start = torch.empty(width, classes).normal_(
+        start = torch.empty(width, 1, classes).normal_(
             std=settings.init_std, generator=torch_generator(seed, "init")
         )
-        count = len(chosen)
-        self.weight = start.to(device).expand(count, -1, -1).clone()
-        self.bias = torch.zeros(count, 1, classes, device=device)
+        self.weight = start.to(device).expand(-1, len(chosen), -1).clone()
+        self.bias = torch.zeros(len(chosen), classes, device=device)
         self._velocity = (torch.zeros_like(self.weight), torch.zeros_like(self.bias))
         self._step = 0
 
+    def __len__(self) -> int:
+        return len(self.bias)
+
+    def classifier(self, which: int) -> tuple[Tensor, Tensor]:
+        """Weight [D, classes] and bias [classes] of one of the grid."""
+        return self.weight[:, which], self.bias[which]
+
     def logits(self, features: Tensor) -> Tensor:
-        """[n, D] -> [rates, n, classes]."""
-        scaled = self.scaling.apply(features.to(self.weight))
-        return torch.baddbmm(self.bias, scaled.expand(len(self.weight), -1, -1), self.weight)
+        """[n, D] -> [n, rates, classes]."""
+        return self._logits(self.scaling.apply(features.to(self.weight)))
+
+    def _logits(self, scaled: Tensor) -> Tensor:
+        return (scaled @ self.weight.flatten(1)).unflatten(1, self.bias.shape).add_(self.bias)
 
     @torch.no_grad()
     def step(self, features: Tensor, labels: Tensor) -> Tensor:
         """One step of every classifier on a batch; returns their losses [rates]."""
         s = self.settings
         scaled = self.scaling.apply(features.to(self.weight))
-        inputs = scaled.expand(len(self.weight), -1, -1)
-        scores = torch.baddbmm(self.bias, inputs, self.weight).log_softmax(dim=2)
+        scores = self._logits(scaled).log_softmax(dim=2)
         rows = torch.arange(len(labels), device=labels.device)
-        losses = -scores[:, rows, labels].mean(dim=1)
+        losses = -scores[rows, :, labels].mean(dim=0)
         # The gradient of the mean cross-entropy by the logits, written out: softmax - one-hot.
         gradient = scores.exp_()
-        gradient[:, rows, labels] -= 1
+        gradient[rows, :, labels] -= 1
         gradient /= len(labels)
-        factor = cosine(self._step, s.iterations, s.final_lr)
-        rates = (self.rates * factor).to(self.weight).view(-1, 1, 1)
-        updates = (inputs.transpose(1, 2) @ gradient, gradient.sum(dim=1, keepdim=True))
+        rates = self.rates * cosine(self._step, s.iterations, s.final_lr)
+        updates = (
+            (scaled.T @ gradient.flatten(1)).unflatten(1, self.bias.shape),
+            gradient.sum(dim=0),
+        )
         for value, update, velocity in zip(
             (self.weight, self.bias), updates, self._velocity, strict=True
         ):
             if s.weight_decay:
                 update = update + s.weight_decay * value
             velocity.mul_(s.momentum).add_(update)
-            value.sub_(rates * velocity)
+            value.addcmul_(rates, velocity, value=-1)
         self._step += 1
         return losses
 
     @torch.no_grad()
     def scores(self, features: Tensor, labels: Tensor) -> tuple[list[float], list[float]]:
         """Accuracy and mean loss of every classifier on labelled features."""
-        logits = self.logits(features).double()
-        hits = (logits.argmax(dim=2) == labels).double().mean(dim=1)
-        rows = torch.arange(len(labels), device=labels.device)
-        losses = -logits.log_softmax(dim=2)[:, rows, labels].mean(dim=1)
+        logits, labels = self.logits(features).cpu().double(), labels.cpu()
+        hits = (logits.argmax(dim=2) == labels[:, None]).double().mean(dim=0)
+        rows = torch.arange(len(labels))
+        losses = -logits.log_softmax(dim=2)[rows, :, labels].mean(dim=0)
         return hits.tolist(), losses.tolist()
 
     def predict(self, features: Tensor, which: int) -> Tensor:
         """The classes that one classifier of the grid predicts, int64 [n]."""
-        scaled = self.scaling.apply(features.to(self.weight))
-        return (scaled @ self.weight[which] + self.bias[which]).argmax(dim=1)
+        weight, bias = self.classifier(which)
+        return (self.scaling.apply(features.to(weight)) @ weight + bias).argmax(dim=1)
 
 
 class Chosen(NamedTuple):

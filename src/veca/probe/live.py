@@ -75,9 +75,9 @@ def batch_features(want: Want, pixels: Sequence[Tensor], cell: int, chunk: int) 
         stacked = to_unit(torch.stack(list(pixels[start : start + chunk])), want.backbone.device)
         grid = want.backbone.grid_for((stacked.shape[2], stacked.shape[3]), cell)
         parts.append(guarded_features(want.backbone, stacked, grid))
-    # Made without gradients; a copy outside inference mode can enter a head that has some.
-    cls = torch.cat([part.cls for part in parts]).clone()
-    return Features(cls, torch.cat([part.patches for part in parts]).clone(), parts[0].grid)
+    # Joining copies: tensors made in inference mode could not enter a head that learns.
+    cls = torch.cat([part.cls for part in parts])
+    return Features(cls, torch.cat([part.patches for part in parts]), parts[0].grid)
 
 
 def dense_samples(features: Features, size: tuple[int, int]) -> list[DenseSample]:

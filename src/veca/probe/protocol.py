@@ -463,7 +463,7 @@ class Protocol:
             path = [part.strip() for part in key.split(".")]
             if not equals:
                 raise ProbeError(f"a setting reads KEY=VALUE, such as seed=1; got {line!r}.")
-            place = table
+            place: Any = table
             for part in path[:-1]:
                 place = place.get(part) if isinstance(place, dict) else None
             if not isinstance(place, dict) or path[-1] not in place:
@@ -475,6 +475,10 @@ class Protocol:
         if changed and not table["name"].endswith("+"):
             table["name"] += "+"
         return from_dict(table, where=f"protocol {self.name!r}")
+
+    def with_batch(self, batch: int) -> Protocol:
+        """A copy with another number of images in a forward pass; no score depends on it."""
+        return dataclasses.replace(self, extract=dataclasses.replace(self.extract, batch=batch))
 
 
 def available_protocols() -> list[str]:

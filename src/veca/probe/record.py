@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,17 +116,21 @@ class Run:
         return run
 
     def subject(self) -> dict[str, Any]:
-        """What makes two runs the same measurement."""
-        protocol = {k: v for k, v in self.protocol.items() if k != "timing"}
-        rows = sorted((row.name, row.cores or 0, row.size) for row in self.rows)
-        hashes = {k: v.get("weights_sha256") for k, v in self.backbones.items()}
-        return {
-            "task": self.task,
-            "dataset": self.dataset,
-            "protocol": protocol,
-            "rows": [list(row) for row in rows],
-            "weights": hashes,
-        }
+        """What is measured: two runs with the same subject may replace each other."""
+        rows = [(row.name, row.cores, row.size) for row in self.rows]
+        return subject(self.task, self.dataset["name"], self.protocol, rows)
+
+
+def subject(
+    task: str,
+    dataset: str,
+    protocol: dict[str, Any],
+    rows: Sequence[tuple[str, int | None, int]],
+) -> dict[str, Any]:
+    """See `Run.subject`; from what is known before a run. `rows`: (name, cores, size)."""
+    constants = {k: v for k, v in protocol.items() if k != "timing"}
+    listed = sorted([name, cores or 0, size] for name, cores, size in rows)
+    return {"task": task, "dataset": dataset, "protocol": constants, "rows": listed}
 
 
 def write_run(run: Run, folder: str | Path) -> Path:
@@ -158,20 +163,20 @@ def find_runs(folder: str | Path) -> list[tuple[Path, Run]]:
     return [(file, read_run(file)) for file in files]
 
 
-def check_out(folder: str | Path, run_subject: dict[str, Any] | None, overwrite: bool) -> None:
-    """Refuse to replace the results of another measurement, unless told to.
+def check_out(folder: str | Path, planned: dict[str, Any], overwrite: bool = False) -> None:
+    """Refuse to replace the results of another measurement, before anything is computed.
 
-    `run_subject` None: only look whether what is there can be replaced at all.
+    Args:
+        planned: the `subject` of what is about to be measured.
     """
     file = Path(folder) / RESULTS
     if overwrite or not file.exists():
         return
     try:
-        there = read_run(file).subject()
+        same = read_run(file).subject() == planned
     except ProbeError:
-        there = None
-    if run_subject is not None and there == run_subject:
-        return
-    raise ProbeError(
-        f"{file} holds another run; choose another --out, or replace it with --overwrite."
-    )
+        same = False
+    if not same:
+        raise ProbeError(
+            f"{file} holds another run; choose another --out, or replace it with --overwrite."
+        )

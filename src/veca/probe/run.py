@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL
 import torch
 
 from veca.bench import machine
 from veca.probe.backbone import STUDENT, TEACHER, Backbone, check_unique
 from veca.probe.cache import default_folder
-from veca.probe.data import open_data
+from veca.probe.data import DATASET_TASK, open_data
+from veca.probe.datasets import find_dataset
 from veca.probe.errors import ProbeError
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol
-from veca.probe.record import Row, Run
-from veca.probe.tasks import Job, Outcome, Progress, run_task
+from veca.probe.record import Row, Run, subject
+from veca.probe.tasks import Job, Outcome, Progress, at_size, run_task
 from veca.probe.timing import Cost, costs
 
 
@@ -66,12 +69,10 @@ def run_probe(
     """
     begin = time.perf_counter()
     chosen = load_protocol(protocol)
+    chosen = _at_sizes(chosen, task, sizes)
     section = chosen.task(task)
     backbones = list(backbones)
     _check_backbones(backbones)
-    if sizes:
-        chosen = _with_size(chosen, task, list(sizes))
-        section = chosen.task(task)
     found = open_data(
         task,
         dataset,
@@ -89,15 +90,13 @@ def run_probe(
             data=found,
             backbones=backbones,
             sizes=list(dict.fromkeys(sizes or [section.view.size])),
-            cache=default_folder() if cache == "default" else None if cache is None else Path(cache),
+            cache=_cache(cache),
             device=torch.device(device) if device is not None else backbones[0].device,
             stack=stack,
             workers=workers,
             verify=verify,
         )
-        if progress is not None:
-            job.progress = progress
-        watch = _Watch(job.progress)
+        watch = _Watch(progress or job.progress)
         job.progress = watch
         outcomes = run_task(task, job)
     job.progress("timing", 0, 1)
@@ -118,9 +117,32 @@ def run_probe(
             "reused": job.summary.reused,
             "damaged": len(job.summary.damaged),
         },
-        machine={**asdict(machine(job.device)), "threads": torch.get_num_threads()},
+        machine=_machine(job.device),
         command=command,
     )
+
+
+def planned_subject(
+    task: str,
+    backbones: Sequence[Backbone],
+    *,
+    dataset: str,
+    protocol: str | Path | Protocol = "quick",
+    sizes: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """The `Run.subject` that `run_probe` with these arguments would have."""
+    chosen = _at_sizes(load_protocol(protocol), task, sizes)
+    section = chosen.task(task)
+    name = find_dataset(dataset, DATASET_TASK[task]).info.name
+    wanted = list(dict.fromkeys(sizes or [section.view.size]))
+    rows = [(b.name, b.cores, size) for size in wanted for b in backbones]
+    return subject(task, name, chosen.only(task), rows)
+
+
+def _cache(cache: str | Path | None) -> Path | None:
+    if cache is None:
+        return None
+    return default_folder() if cache == "default" else Path(cache).expanduser()
 
 
 def _check_backbones(backbones: Sequence[Backbone]) -> None:
@@ -135,13 +157,18 @@ def _check_backbones(backbones: Sequence[Backbone]) -> None:
         )
 
 
-def _with_size(protocol: Protocol, task: str, sizes: Sequence[int]) -> Protocol:
-    """The protocol as it is used: its record shows the sizes that were asked for."""
+def _at_sizes(protocol: Protocol, task: str, sizes: Sequence[int] | None) -> Protocol:
+    """The protocol as it is used; of several sizes the rows tell which is whose."""
+    if not sizes:
+        return protocol
     if min(sizes) < 1:
         raise ProbeError(f"sizes are pixels of at least 1, got {list(sizes)}.")
-    if len(sizes) > 1 or sizes[0] == protocol.task(task).view.size:
-        return protocol  # the rows tell
-    return protocol.with_settings([f"{task}.view.size={sizes[0]}"])
+    section = protocol.task(task)
+    if len(sizes) > 1 or sizes[0] == section.view.size:
+        return protocol
+    changed = {task: at_size(section, sizes[0], protocol.extract.cell)}
+    name = protocol.name if protocol.name.endswith("+") else f"{protocol.name}+"
+    return dataclasses.replace(protocol, name=name, **changed)
 
 
 def _rows(task: str, outcomes: Sequence[Outcome], prices: Sequence[Cost], cell: int) -> list[Row]:
@@ -182,6 +209,13 @@ def _rows(task: str, outcomes: Sequence[Outcome], prices: Sequence[Cost], cell: 
     return rows
 
 
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Where and with what it was measured; numpy and Pillow because they make the pixels."""
+    libraries = {"numpy": np.__version__, "pillow": PIL.__version__}
+    threads = torch.get_num_threads()
+    return {**dataclasses.asdict(machine(device)), **libraries, "threads": threads}
+
+
 def _cache_notes(job: Job) -> list[str]:
     notes = []
     if job.summary.damaged:
@@ -208,8 +242,3 @@ class _Watch:
 
     def features(self) -> float:
         return self._spent
-
-
-def shared_parts(run: Run) -> dict[str, Any]:
-    """What all rows of a run have in common, for headings."""
-    return {"task": run.task, "dataset": run.dataset["name"], "protocol": run.protocol["name"]}

@@ -6,8 +6,10 @@ in the loss nor in the score; the score comes from one confusion matrix for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +20,7 @@ from veca.probe.resize import argmax_at, bilinear
 from veca.probe.schedule import rate, torch_generator
 from veca.probe.views import Tile
 
+Array = np.ndarray[Any, Any]
 Mask = Tensor
 """uint8 or int64 [H, W]."""
 
@@ -174,7 +177,7 @@ def train(
     probe: SegmentationProbe,
     stored: Stored,
     mask: Callable[[int], Mask],
-    batches: Sequence[Sequence[int]],
+    batches: Iterable[Sequence[int] | Array],
     ignore: int,
     progress: Callable[[int], None] | None = None,
 ) -> float:

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 def require_sklearn() -> Any:
     try:
-        import sklearn
+        import sklearn  # type: ignore[import-untyped,import-not-found]
     except ImportError as error:
         raise MissingExtraError(
             "--verify needs scikit-learn; install it with: pip install 'veca[probe]'"
@@ -42,7 +42,7 @@ def knn(
 ) -> dict[str, Any]:
     """`KNeighborsClassifier` in float64, with the vote weights as a callable."""
     sklearn = require_sklearn()
-    from sklearn.neighbors import KNeighborsClassifier
+    from sklearn.neighbors import KNeighborsClassifier  # type: ignore[import-untyped,import-not-found]
 
     bank, queries = (x.cpu().double().numpy() for x in (train, test))
     if settings.center:
@@ -73,7 +73,7 @@ def logreg(
 ) -> dict[str, Any]:
     """`LogisticRegression` with the chosen C, on the rows that the classifier was trained on."""
     sklearn = require_sklearn()
-    from sklearn.linear_model import LogisticRegression
+    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,import-not-found]
 
     everything = settings.refit or len(settings.c_values) == 1
     rows = torch.ones_like(held_out) if everything else ~held_out
@@ -89,19 +89,18 @@ def logreg(
 def linear(
     features: Tensor,
     labels: Tensor,
-    grid: LinearGrid,
-    which: int,
-    chosen: Chosen,
     held_out: Tensor,
+    fitted: tuple[LinearGrid, int, Chosen],
     settings: Linear,
     seed: int,
 ) -> dict[str, Any]:
     """One `nn.Linear` and `torch.optim.SGD` at the chosen rate, from the same start and batches."""
+    grid, which, chosen = fitted
     everything = settings.refit or len(settings.learning_rates) == 1
     rows = torch.ones_like(held_out) if everything else ~held_out
     x = grid.scaling.apply(features[rows.to(features.device)].float())
     y = labels[rows].to(x.device)
-    layer = nn.Linear(x.shape[1], grid.weight.shape[2]).to(x.device)
+    layer = nn.Linear(x.shape[1], grid.bias.shape[1]).to(x.device)
     with torch.no_grad():
         start = torch.empty(x.shape[1], layer.out_features)
         start.normal_(std=settings.init_std, generator=torch_generator(seed, "init"))
@@ -119,8 +118,8 @@ def linear(
         nn.functional.cross_entropy(layer(x[at]), y[at]).backward()
         optimizer.step()
     with torch.no_grad():
-        same = (layer(x).argmax(dim=1) == grid.predict(features[rows.to(features.device)], which))
-        apart = (layer.weight.T - grid.weight[which]).abs().max() / layer.weight.abs().max()
+        same = layer(x).argmax(dim=1) == grid.predict(features[rows.to(features.device)], which)
+        apart = (layer.weight.T - grid.classifier(which)[0]).abs().max() / layer.weight.abs().max()
     return {
         "with": f"torch.optim.SGD {torch.__version__}",
         "equal_predictions": float(same.double().mean()),
@@ -138,7 +137,7 @@ class ConfusionCheck:
         self._counts = np.zeros((num_classes, num_classes), dtype=np.int64)
 
     def add(self, labels: Array, predicted: Array) -> None:
-        from sklearn.metrics import confusion_matrix
+        from sklearn.metrics import confusion_matrix  # type: ignore[import-untyped,import-not-found]
 
         known = labels != self._ignore
         if known.any():

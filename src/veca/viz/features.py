@@ -1,52 +1,159 @@
-"""Dense features as colours: three principal directions become red, green and blue."""
+"""Dense features as colours: three joint directions become red, green and blue."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.errors import InputError
+from veca.viz.figure import Figure, Panel
+from veca.viz.project import joint_colours
+from veca.viz.view import View, check_budgets
+
+SIZES = (256, 512, 768, 1024)
+
 
 def feature_pictures(
-    maps: Sequence[Tensor], size: tuple[int, int] | None = None
+    maps: Sequence[Tensor],
+    size: tuple[int, int] | None = None,
+    *,
+    method: str = "pca",
+    seed: int = 0,
 ) -> list[Image.Image]:
     """Pictures of feature maps [D, h, w], coloured together so that colours compare.
 
-    The principal directions and the range of each colour are found over all maps at once: equal
-    features get equal colours in every picture. `size` is (height, width) in pixels; by default
-    one pixel a patch.
+    The directions and the range of each colour are found over all maps at once: equal features
+    get equal colours in every picture. `size` is (height, width) in pixels; by default one pixel
+    a patch. `method` and `seed` as in `project`.
     """
-    features = [m.detach().float().cpu().flatten(1).T for m in maps]
-    colours = joint_colours(features)
+    colours = joint_colours([m.flatten(1).T for m in maps], method=method, seed=seed)
     pictures = []
     for colour, m in zip(colours, maps, strict=True):
-        height, width = m.shape[-2:]
-        array = (colour.view(height, width, 3) * 255).round().byte().numpy()
-        picture = Image.fromarray(np.ascontiguousarray(array))
-        if size is not None:
-            picture = picture.resize((size[1], size[0]), Image.Resampling.NEAREST)
-        pictures.append(picture)
+        small = colour_picture(colour, (m.shape[-2], m.shape[-1]))
+        pictures.append(
+            small if size is None else small.resize((size[1], size[0]), Image.Resampling.NEAREST)
+        )
     return pictures
 
 
-def joint_colours(features: Sequence[Tensor]) -> list[Tensor]:
-    """Map rows of several [N, D] to RGB in 0..1 with one projection, the same each time."""
-    joined = torch.cat(list(features)).double()
-    mean = joined.mean(dim=0)
-    centred = joined - mean
-    _, directions = torch.linalg.eigh(centred.T @ centred)
-    directions = directions[:, -3:].flip(1)
-    # An eigenvector's sign is arbitrary: make its largest entry positive.
-    largest = directions.abs().argmax(dim=0, keepdim=True)
-    directions = directions * directions.gather(0, largest).sign()
-    projected = centred @ directions
-    # Quantiles, so that a few extreme patches do not wash the others out.
-    low = projected.quantile(0.01, dim=0) if len(projected) <= 2**24 else projected.amin(dim=0)
-    high = projected.quantile(0.99, dim=0) if len(projected) <= 2**24 else projected.amax(dim=0)
-    scaled = ((projected - low) / (high - low).clamp_min(1e-12)).clamp(0, 1)
-    if scaled.shape[1] < 3:
-        scaled = torch.nn.functional.pad(scaled, (0, 3 - scaled.shape[1]), value=0.5)
-    return [part.float() for part in scaled.split([len(f) for f in features])]
+def colour_picture(colours: Tensor, grid: tuple[int, int]) -> Image.Image:
+    """Colours [N, 3] in 0..1 as a picture, one pixel a patch."""
+    array = (colours.view(*grid, 3) * 255).round().byte().numpy()
+    return Image.fromarray(np.ascontiguousarray(array))
+
+
+def draw_features(
+    views: Sequence[View],
+    cores: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+    *,
+    method: str = "pca",
+    seed: int = 0,
+    overlay: float = 0.0,
+) -> Figure:
+    """Dense features of photos at several budgets and layers, coloured together.
+
+    A row a photo with budgets across; with several `layers`, a row a photo and budget with layers
+    across. `overlay` (0..1) is how much of the photo shines through.
+    """
+    budgets = check_budgets(views[0].model, cores)
+    depths = [views[0].model.config.depth] if layers is None else list(layers)
+    cells = [
+        (view, budget, layer, features)
+        for view in views
+        for budget in budgets
+        for layer, features in zip(depths, view.features(budget, depths), strict=True)
+    ]
+    colours = joint_colours([cell[3] for cell in cells], method=method, seed=seed)
+    panels = [
+        _panel(view, colour, _title(budget, layer if len(depths) > 1 else None), overlay)
+        for (view, budget, layer, _), colour in zip(cells, colours, strict=True)
+    ]
+    across = len(depths) if len(depths) > 1 else len(budgets)
+    rows = []
+    for start in range(0, len(panels), across):
+        view = cells[start][0]
+        rows.append([Panel(view.shown, view.name), *panels[start : start + across]])
+    joint = [
+        word
+        for word, count in (
+            ("photos", len(views)),
+            ("budgets", len(budgets)),
+            ("layers", len(depths)),
+        )
+        if count > 1
+    ]
+    caption = (
+        f"Dense features as colours ({method.upper()}, {_joint(joint)}): equal features have equal "
+        "colours in every panel."
+    )
+    return Figure(rows, caption, "features", {"colours": _on_grids(colours, [c[0] for c in cells])})
+
+
+def draw_sizes(
+    views: Sequence[View],
+    sizes: Sequence[int] = SIZES,
+    cores: Sequence[int] | None = None,
+    *,
+    method: str = "pca",
+    seed: int = 0,
+    overlay: float = 0.0,
+) -> Figure:
+    """Dense features of photos at several sizes (short side in pixels), coloured together.
+
+    A row a photo and budget, sizes across; by default at all the cores the model has.
+    """
+    if not sizes:
+        raise InputError("no sizes were given; a figure needs at least one, such as 512.")
+    model = views[0].model
+    budgets = check_budgets(model, [model.config.num_cores] if cores is None else cores)
+    sized = [[view.at(size) for size in sizes] for view in views]
+    cells = [(view, budget) for row in sized for budget in budgets for view in row]
+    features = [view.features(budget)[0] for view, budget in cells]
+    colours = joint_colours(features, method=method, seed=seed)
+    panels = [
+        _panel(v, colour, f"{v.pixels.shape[2]} x {v.pixels.shape[3]} px", overlay)
+        for (v, _), colour in zip(cells, colours, strict=True)
+    ]
+    rows = []
+    for start in range(0, len(panels), len(sizes)):
+        view, budget = cells[start]
+        rows.append(
+            [
+                Panel(view.shown, f"{view.name}, {_title(budget)}"),
+                *panels[start : start + len(sizes)],
+            ]
+        )
+    caption = (
+        f"Dense features at several image sizes (height x width; {method.upper()}, joint over all "
+        "panels): equal features have equal colours."
+    )
+    return Figure(rows, caption, "sizes", {"colours": _on_grids(colours, [c[0] for c in cells])})
+
+
+def colour_panel(view: View, colours: Tensor, overlay: float = 0.0) -> Image.Image:
+    """Colours of patches [N, 3] at the size of the view's pictures, the photo shining through."""
+    picture = colour_picture(colours, view.grid).resize(view.shown.size, Image.Resampling.NEAREST)
+    return Image.blend(picture, view.shown, overlay) if overlay else picture
+
+
+def _panel(view: View, colours: Tensor, title: str, overlay: float) -> Panel:
+    if not 0 <= overlay <= 1:
+        raise InputError(f"overlay is the photo's share from 0 to 1, got {overlay}.")
+    return Panel(colour_panel(view, colours, overlay), title)
+
+
+def _title(budget: int, layer: int | None = None) -> str:
+    cores = f"{budget} core{'s' * (budget != 1)}"
+    return cores if layer is None else f"{cores}, layer {layer}"
+
+
+def _joint(words: Sequence[str]) -> str:
+    return f"joint over {' and '.join(words)}" if words else "of one map"
+
+
+def _on_grids(colours: Sequence[Tensor], views: Sequence[View]) -> list[Tensor]:
+    return [c.view(*view.grid, 3) for c, view in zip(colours, views, strict=True)]

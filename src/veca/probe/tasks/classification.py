@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from veca.probe import knn as knn_probe
@@ -14,15 +16,21 @@ from veca.probe import linear as linear_probe
 from veca.probe import live, verify
 from veca.probe import logreg as logreg_probe
 from veca.probe.augment import random_square
+from veca.probe.backbone import Features
 from veca.probe.data import hold_out, test_labels, train_labels
 from veca.probe.errors import ProbeError
 from veca.probe.extract import GLOBAL, Want
+from veca.probe.linear import Chosen, LinearGrid, Scaling
 from veca.probe.metrics import accuracy
 from veca.probe.protocol import CropView, Knn, Linear, Logreg
 from veca.probe.tasks.job import Job, Outcome
 from veca.probe.views import SquareView
 
-def _square_wants(job: Job, view: CropView) -> list[Want]:
+Fitted = tuple[LinearGrid, int, Chosen]
+"""The classifiers of a grid, which of them to use, and how it was chosen."""
+
+
+def _wants(job: Job, view: CropView) -> list[Want]:
     cell = job.protocol.extract.cell
     views = {size: SquareView(dataclasses.replace(view, size=size), cell) for size in job.sizes}
     return [Want(backbone, views[size], GLOBAL) for backbone, size in job.rows]
@@ -39,7 +47,7 @@ def knn(job: Job, settings: Knn) -> list[Outcome]:
     if len(ks) < len(settings.k):
         left_out = ", ".join(str(k) for k in settings.k if k not in ks)
         job.note(f"k = {left_out} left out: only {len(labels)} training images")
-    wants = _square_wants(job, settings.view)
+    wants = _wants(job, settings.view)
     train = job.extract(data.train, data.train_indices, wants)
     test = job.extract(data.test, data.test_indices, wants)
     outcomes = []
@@ -69,62 +77,56 @@ def linear(job: Job, settings: Linear) -> list[Outcome]:
     data, seed = job.data, job.protocol.seed
     labels, right = train_labels(data), test_labels(data)
     held = hold_out(data, labels, settings.validation, seed)
-    wants = _square_wants(job, settings.view)
+    wants = _wants(job, settings.view)
+    trained, train = [], []
     if settings.augment.enabled:
-        fitted = _linear_live(job, settings, wants, labels, held)
-        train = None
+        trained = _linear_live(job, settings, wants, labels, held)
     else:
         train = job.extract(data.train, data.train_indices, wants)
-        fitted = None
     test = job.extract(data.test, data.test_indices, wants)
     outcomes = []
     for i, (backbone, size) in enumerate(job.rows):
         job.progress("linear", i, len(wants))
         details: dict[str, Any] = {"features": settings.features}
-        if train is not None:
+        if train:
             features = train[i].matrix(settings.features).to(job.device)
-            grid, which, chosen = linear_probe.fit(
+            fitted = linear_probe.fit(
                 features, labels, held, data.train.num_classes, settings, seed=seed
             )
             if job.verify:
-                details["verified"] = verify.linear(
-                    features, labels, grid, which, chosen, held, settings, seed
-                )
+                details["verified"] = verify.linear(features, labels, held, fitted, settings, seed)
         else:
-            grid, which, chosen = (fitted or [])[i]
+            fitted = trained[i]
+        grid, which, chosen = fitted
         queries = test[i].matrix(settings.features).to(job.device)
         metrics = accuracy(grid.predict(queries, which), right, data.test.num_classes)
-        details.update(_chosen("learning_rate", chosen))
+        details.update(_how("learning_rate", chosen))
         outcomes.append(Outcome(backbone, size, (size, size), metrics, details))
     job.progress("linear", len(wants), len(wants))
     return outcomes
 
 
-Fitted = tuple[linear_probe.LinearGrid, int, linear_probe.Chosen]
-
-
 def _linear_live(
     job: Job, settings: Linear, wants: Sequence[Want], labels: Tensor, held: Tensor
 ) -> list[Fitted]:
-    """Train on random crops, choose on the held-out images seen as in the test."""
-    data, seed = job.data, job.protocol.seed
-    single = len(settings.learning_rates) == 1
-    kept = torch.nonzero(~held).flatten() if not single else torch.arange(len(labels))
-    grids = _train_grids(job, settings, wants, labels, kept, None)
-    if single:
-        only = linear_probe.Chosen(settings.learning_rates[0], None, {})
+    """Train on random crops, choose on the held-out images, which are seen as in the test."""
+    data = job.data
+    everything = torch.arange(len(labels))
+    if len(settings.learning_rates) == 1:
+        only = Chosen(settings.learning_rates[0], None, {})
+        grids = _train_grids(job, settings, wants, labels, everything)
         return [(grid, 0, only) for grid in grids]
-    outside = torch.nonzero(held).flatten()
+    grids = _train_grids(job, settings, wants, labels, everything[~held])
+    outside = everything[held]
     stored = job.extract(data.train, [data.train_indices[i] for i in outside.tolist()], wants)
     fitted: list[Fitted] = []
     for grid, features in zip(grids, stored, strict=True):
         matrix = features.matrix(settings.features).to(job.device)
-        which, chosen = linear_probe.select(grid, matrix, labels[outside].to(job.device))
-        fitted.append((grid, which, chosen))
+        fitted.append((grid, *linear_probe.select(grid, matrix, labels[outside].to(job.device))))
     if not settings.refit:
         return fitted
     rates = [chosen.value for _, _, chosen in fitted]
-    again = _train_grids(job, settings, wants, labels, torch.arange(len(labels)), rates)
+    again = _train_grids(job, settings, wants, labels, everything, rates)
     return [(grid, 0, chosen) for grid, (_, _, chosen) in zip(again, fitted, strict=True)]
 
 
@@ -134,79 +136,85 @@ def _train_grids(
     wants: Sequence[Want],
     labels: Tensor,
     places: Tensor,
-    rates: Sequence[float] | None,
-) -> list[linear_probe.LinearGrid]:
-    data, view = job.data, settings.view
+    rates: Sequence[float] | None = None,
+) -> list[LinearGrid]:
+    """A grid for every want (or one classifier, at the rate given for it), on random crops."""
+    data, augment, view = job.data, settings.augment, settings.view
 
-    def make(place: int, random: Any) -> list[live.Drawn]:
+    def read(place: int) -> tuple[Image.Image, int]:
         where = int(places[place])
-        image = data.train.image(data.train_indices[where])
-        state = random.bit_generator.state
-        views = []
-        for size in job.sizes:
-            random.bit_generator.state = state  # every size sees the same crop
-            pixels = random_square(image, settings.augment, size, view.interpolation, random)
-            views.append(live.Drawn(pixels, int(labels[where])))
-        return views
+        return data.train.image(data.train_indices[where]), int(labels[where])
 
-    grids: list[linear_probe.LinearGrid | None] = [None] * len(wants)
-    for step, batch in job.draw(make, len(places), settings.batch, settings.iterations):
-        for i, (want, size) in enumerate(zip(wants, (s for _, s in job.rows), strict=True)):
-            views = [one[job.sizes.index(size)] for one in batch]
-            found = live.batch_features(
-                want, [v.pixels for v in views], job.protocol.extract.cell, job.protocol.extract.batch
-            )
-            features = live.global_features(found, settings.features).to(job.device)
-            grid = grids[i]
-            if grid is None:
-                grid = grids[i] = linear_probe.LinearGrid(
-                    features.shape[1],
-                    data.train.num_classes,
-                    settings,
-                    seed=job.protocol.seed,
-                    device=job.device,
-                    rates=None if rates is None else [rates[i]],
-                    normalize=linear_probe.Scaling(settings.normalize),
-                )
-            grid.step(features, torch.tensor([v.label for v in views], device=job.device))
-        job.progress("linear, random crops", step + 1, settings.iterations)
-    return [grid for grid in grids if grid is not None]
+    def make(sample: tuple[Image.Image, int], size: int, random: np.random.Generator) -> live.Drawn:
+        pixels = random_square(sample[0], augment, size, view.interpolation, random)
+        return live.Drawn(pixels, sample[1])
+
+    def head(row: int, features: Features) -> LinearGrid:
+        return LinearGrid(
+            live.global_features(features, settings.features).shape[1],
+            data.train.num_classes,
+            settings,
+            seed=job.protocol.seed,
+            device=job.device,
+            rates=None if rates is None else [rates[row]],
+            normalize=Scaling(settings.normalize),
+        )
+
+    def step(grid: LinearGrid, features: Features, views: list[live.Drawn]) -> None:
+        x = live.global_features(features, settings.features).to(job.device)
+        grid.step(x, torch.tensor([view.label for view in views], device=job.device))
+
+    return job.train_live(
+        wants,
+        read,
+        make,
+        count=len(places),
+        batch=settings.batch,
+        iterations=settings.iterations,
+        text="linear, random crops",
+        head=head,
+        step=step,
+    )
 
 
 def logreg(job: Job, settings: Logreg) -> list[Outcome]:
     data = job.data
     labels, right = train_labels(data), test_labels(data)
     held = hold_out(data, labels, settings.validation, job.protocol.seed)
-    wants = _square_wants(job, settings.view)
+    wants = _wants(job, settings.view)
     train = job.extract(data.train, data.train_indices, wants)
     test = job.extract(data.test, data.test_indices, wants)
     outcomes = []
-    total = len(wants) * len(settings.c_values)
+    tries = len(settings.c_values)
+    # It is solved in float64, which Apple's GPUs do not have.
+    device = torch.device("cpu") if job.device.type == "mps" else job.device
     for i, (backbone, size) in enumerate(job.rows):
-        features = train[i].matrix(settings.features).to(job.device)
-        start = i * len(settings.c_values)
+        features = train[i].matrix(settings.features).to(device)
 
-        def tell(done: int, start: int = start) -> None:
-            job.progress("logistic regression", start + done, total)
+        def tell(done: int, before: int = i * tries) -> None:
+            job.progress("logistic regression", before + done, len(wants) * tries)
 
         fitted = logreg_probe.fit(
             features,
-            labels.to(job.device),
-            held.to(job.device),
+            labels.to(device),
+            held.to(device),
             data.train.num_classes,
             settings,
             progress=tell,
         )
-        queries = test[i].matrix(settings.features).to(job.device)
+        queries = test[i].matrix(settings.features).to(device)
         predicted = fitted.predict(queries)
         metrics = accuracy(predicted, right, data.test.num_classes)
-        details: dict[str, Any] = {"features": settings.features, **_chosen("C", fitted.chosen)}
-        details["iterations"] = fitted.solution.iterations
-        details["unconverged"] = fitted.unconverged
+        details: dict[str, Any] = {
+            "features": settings.features,
+            **_how("C", fitted.chosen),
+            "iterations": fitted.solution.iterations,
+            "unconverged_C": fitted.unconverged,
+        }
         if not fitted.solution.converged:
             job.note(
                 f"{backbone.label}: logistic regression with C = {fitted.chosen.value:.3g} stopped "
-                f"at {fitted.solution.iterations} iterations, before the tolerance"
+                f"after {fitted.solution.iterations} iterations, before the tolerance"
             )
         if job.verify:
             details["verified"] = verify.logreg(
@@ -216,7 +224,7 @@ def logreg(job: Job, settings: Logreg) -> list[Outcome]:
     return outcomes
 
 
-def _chosen(name: str, chosen: linear_probe.Chosen) -> dict[str, Any]:
+def _how(name: str, chosen: Chosen) -> dict[str, Any]:
     return {
         name: chosen.value,
         "validation_top1": chosen.validation_top1,

@@ -7,14 +7,16 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from veca.probe import live
 from veca.probe.augment import random_depth
-from veca.probe.backbone import Backbone
+from veca.probe.backbone import Features
 from veca.probe.data import Labels
-from veca.probe.datasets import Dataset
+from veca.probe.datasets import Crop, Dataset
 from veca.probe.depth import DepthProbe, train
 from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
@@ -24,64 +26,45 @@ from veca.probe.schedule import batches
 from veca.probe.tasks.job import Job, Outcome, at_size, number
 from veca.probe.views import crop_of, depth_view
 
+Sample = tuple[Image.Image, np.ndarray[Any, Any]]
+"""An image and its depth."""
+
+
 def depth(job: Job, settings: Depth) -> list[Outcome]:
     data, cell = job.data, job.protocol.extract.cell
     furthest = _max_depth(settings, data.test)
-    views, train_views = {}, {}
-    for size in job.sizes:
-        view = dataclasses.replace(settings.view, size=size)
-        views[size] = depth_view(view, cell, data.test)
+    wants, train_wants = [], []
+    for backbone, size in job.rows:
+        view = at_size(settings, size, cell).view
+        wants.append(Want(backbone, depth_view(view, cell, data.test), DENSE))
         # Training needs no mirrored view, which would double what has to be computed.
-        train_views[size] = depth_view(dataclasses.replace(view, flip=False), cell, data.train)
-    wants = [Want(backbone, views[size], DENSE) for backbone, size in job.rows]
-    train_wants = [Want(backbone, train_views[size], DENSE) for backbone, size in job.rows]
-    crop = crop_of(settings.view.image_crop, data.test, "image_crop")
-    scored = crop_of(settings.view.eval_crop, data.test, "eval_crop")
-    live_probes: list[DepthProbe] = []
-    train: list[Stored] = []
+        upright = dataclasses.replace(view, flip=False)
+        train_wants.append(Want(backbone, depth_view(upright, cell, data.train), DENSE))
+    trained: list[DepthProbe] = []
+    stored: list[Stored] = []
     if settings.augment.enabled:
-        live_probes = _depth_live(job, settings, train_wants, furthest)
+        trained = _train_live(job, settings, train_wants, furthest)
     else:
-        train = job.extract(data.train, data.train_indices, train_wants)
+        stored = job.extract(data.train, data.train_indices, train_wants)
     test = job.extract(data.test, data.test_indices, wants)
     outcomes = []
     for i, (backbone, size) in enumerate(job.rows):
         details: dict[str, Any] = {"features": "patches", "max_depth": furthest}
-        if train:
-            probe, loss = _train_depth(job, settings, train[i], backbone, furthest)
+        if stored:
+            probe, loss = _train_stored(job, settings, stored[i], backbone.label, furthest)
             details["train_loss"] = number(loss)
         else:
-            probe = live_probes[i]
-        errors, empty = [], []
-        for place, index in enumerate(data.test_indices):
-            sample = test[i].dense(place)
-            truth = _read_depth(data.test, index, crop, sample.size)
-            predicted = probe.predict(sample, (truth.shape[0], truth.shape[1]))
-            box = (0, truth.shape[0], 0, truth.shape[1])
-            top, bottom, left, right = box if scored is None else scored.box(*truth.shape)
-            found = depth_errors(
-                predicted[top:bottom, left:right], truth[top:bottom, left:right].numpy()
-            )
-            if found is None:
-                _empty_depth(settings, data.test, index)
-                empty.append(data.test.ids[index])
-            else:
-                errors.append(found)
-            job.progress(f"scoring {backbone.label}", place + 1, len(data.test_indices))
-        if empty:
-            details["skipped"] = len(empty)
-            note = f"{len(empty)} test images without valid depth left out, such as {empty[0]}"
-            if note not in job.notes:
-                job.note(note)
-        details["scored"] = len(errors)
+            probe = trained[i]
+        metrics, more = _score(job, settings, probe, test[i], backbone.label)
         first = test[i].dense(0).tiles[0]
         outcomes.append(
-            Outcome(backbone, size, (first.height, first.width), mean_of(errors), details)
+            Outcome(backbone, size, (first.height, first.width), metrics, {**details, **more})
         )
     return outcomes
 
 
 def _max_depth(settings: Depth, dataset: Dataset) -> float:
+    """Where the bins end; it must not be short of what is scored."""
     own = float(getattr(dataset, "max_depth", math.inf))
     if not settings.max_depth:
         if not math.isfinite(own):
@@ -97,32 +80,39 @@ def _max_depth(settings: Depth, dataset: Dataset) -> float:
     return settings.max_depth
 
 
-def _read_depth(
-    dataset: Dataset, index: int, crop: Any, size: tuple[int, int] | None = None
+def _read(
+    settings: Depth, dataset: Dataset, index: int, crop: Crop | None, size: Sequence[int]
 ) -> Tensor:
-    depth = dataset.depth(index, allow_empty=True)
-    if size is not None and depth.shape != tuple(size):
+    """float32 [H, W] after the crop, checked against the size of the image; may hold only nan."""
+    found = dataset.depth(index, allow_empty=settings.empty_depth == "skip")
+    if found.shape != tuple(size):
         raise ProbeError(
-            f"{dataset.ids[index]}: depth of {depth.shape[0]} x {depth.shape[1]} pixels for an "
+            f"{dataset.ids[index]}: depth of {found.shape[0]} x {found.shape[1]} pixels for an "
             f"image of {size[0]} x {size[1]}; both need the same size."
         )
     if crop is not None:
-        top, bottom, left, right = crop.box(*depth.shape)
-        depth = depth[top:bottom, left:right]
-    return torch.from_numpy(depth.copy())
+        top, bottom, left, right = crop.box(*found.shape)
+        found = found[top:bottom, left:right]
+    if settings.empty_depth == "error" and not np.isfinite(found).any():
+        raise _empty(dataset, index)
+    return torch.from_numpy(found.copy())
 
 
-def _empty_depth(settings: Depth, dataset: Dataset, index: int) -> None:
-    if settings.empty_depth == "error":
-        raise ProbeError(
-            f"{dataset.ids[index]}: no valid depth in the part that counts; leave the image out, "
-            "or use --set depth.empty_depth=skip to have such images skipped and counted."
-        )
+def _empty(dataset: Dataset, index: int) -> ProbeError:
+    return ProbeError(
+        f"{dataset.ids[index]}: no valid depth in the part that counts; leave the image out, or "
+        "use --set depth.empty_depth=skip to have such images skipped and counted."
+    )
 
 
-def _train_depth(
-    job: Job, settings: Depth, stored: Stored, backbone: Backbone, furthest: float
+def _new(job: Job, settings: Depth, width: int, furthest: float) -> DepthProbe:
+    return DepthProbe(width, furthest, settings, seed=job.protocol.seed, device=job.device)
+
+
+def _train_stored(
+    job: Job, settings: Depth, stored: Stored, label: str, furthest: float
 ) -> tuple[DepthProbe, float]:
+    """Train from the cache; returns the loss at the end as well."""
     data, optimizer = job.data, settings.optimizer
     crop = crop_of(settings.view.image_crop, data.train, "image_crop")
     sizes = stored.sizes()
@@ -130,97 +120,99 @@ def _train_depth(
 
     def read(place: int) -> Tensor:
         index = data.train_indices[place]
-        depth = _read_depth(data.train, index, crop, tuple(sizes[place].tolist()))
-        if not torch.isfinite(depth).any():
-            _empty_depth(settings, data.train, index)
+        found = _read(settings, data.train, index, crop, sizes[place].tolist())
+        if not torch.isfinite(found).any():
             empty.add(index)
-        return depth
+        return found
 
-    probe = DepthProbe(
-        stored.dense(0).maps[0].shape[2],
-        furthest,
-        settings,
-        seed=job.protocol.seed,
-        device=job.device,
-    )
+    probe = _new(job, settings, stored.dense(0).maps[0].shape[2], furthest)
     order = batches(len(stored), optimizer.batch, optimizer.iterations, job.protocol.seed)
-    text = f"training on {backbone.label}"
     loss = train(
         probe,
         stored,
         Labels[int](read),
-        [batch.tolist() for batch in order],
-        lambda done: job.progress(text, done, optimizer.iterations),
+        order,
+        lambda done: job.progress(f"training on {label}", done, optimizer.iterations),
     )
-    _note_empty(job, empty)
+    _note_empty(job, "training", data.train, empty)
     return probe, loss
 
 
-def _depth_live(
+def _train_live(
     job: Job, settings: Depth, wants: Sequence[Want], furthest: float
 ) -> list[DepthProbe]:
-    data, extraction, optimizer = job.data, job.protocol.extract, settings.optimizer
+    """Train on random crops."""
+    data, optimizer = job.data, settings.optimizer
     image_crop = crop_of(settings.view.image_crop, data.train, "image_crop")
     train_crop = crop_of(settings.augment.train_crop, data.train, "train_crop")
     empty: set[int] = set()
 
-    def make(place: int, random: Any) -> list[live.Drawn]:
+    def read(place: int) -> Sample:
         index = data.train_indices[place]
         image = data.train.image(index)
-        depth = _read_depth(data.train, index, None, (image.height, image.width)).numpy()
-        if image_crop is not None:
-            top, bottom, left, right = image_crop.box(*depth.shape)
-            image = image.crop((left, top, right, bottom))
-            depth = depth[top:bottom, left:right]
-        if not (depth == depth).any():
-            _empty_depth(settings, data.train, index)
+        found = _read(settings, data.train, index, image_crop, (image.height, image.width)).numpy()
+        if not np.isfinite(found).any():
             empty.add(index)
-        state = random.bit_generator.state
-        views = []
-        for size in job.sizes:
-            random.bit_generator.state = state
-            views.append(
-                live.Drawn(
-                    *random_depth(
-                        image,
-                        depth,
-                        settings.augment,
-                        train_crop,
-                        size,
-                        settings.view.interpolation,
-                        random,
-                    )
-                )
-            )
-        return views
+        if image_crop is not None:
+            top, bottom, left, right = image_crop.box(image.height, image.width)
+            image = image.crop((left, top, right, bottom))
+        return image, found
 
-    probes: list[DepthProbe | None] = [None] * len(wants)
-    draws = job.draw(make, len(data.train_indices), optimizer.batch, optimizer.iterations)
-    for step, batch in draws:
-        for i, (_, size) in enumerate(job.rows):
-            views = [one[job.sizes.index(size)] for one in batch]
-            found = live.batch_features(
-                wants[i], [v.pixels for v in views], extraction.cell, extraction.batch
-            )
-            height, width = views[0].pixels.shape[1:]
-            probe = probes[i]
-            if probe is None:
-                probe = probes[i] = DepthProbe(
-                    found.patches.shape[2],
-                    furthest,
-                    settings,
-                    seed=job.protocol.seed,
-                    device=job.device,
-                )
-            probe.step(live.dense_samples(found, (height, width)), [v.label for v in views])
-        job.progress("depth, random crops", step + 1, optimizer.iterations)
-    _note_empty(job, empty)
-    return [probe for probe in probes if probe is not None]
+    def make(sample: Sample, size: int, random: np.random.Generator) -> live.Drawn:
+        augment, interpolation = settings.augment, settings.view.interpolation
+        return live.Drawn(*random_depth(*sample, augment, train_crop, size, interpolation, random))
+
+    def head(row: int, features: Features) -> DepthProbe:
+        return _new(job, settings, features.patches.shape[2], furthest)
+
+    def step(probe: DepthProbe, features: Features, views: list[live.Drawn]) -> None:
+        height, width = views[0].pixels.shape[1:]
+        samples = live.dense_samples(features, (height, width))
+        probe.step(samples, [view.label for view in views])
+
+    probes = job.train_live(
+        wants,
+        read,
+        make,
+        count=len(data.train_indices),
+        batch=optimizer.batch,
+        iterations=optimizer.iterations,
+        text="depth, random crops",
+        head=head,
+        step=step,
+    )
+    _note_empty(job, "training", data.train, empty)
+    return probes
 
 
-def _note_empty(job: Job, empty: set[int]) -> None:
+def _score(
+    job: Job, settings: Depth, probe: DepthProbe, stored: Stored, label: str
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Errors averaged over the test images, and how many there were."""
+    data = job.data
+    crop = crop_of(settings.view.image_crop, data.test, "image_crop")
+    scored = crop_of(settings.view.eval_crop, data.test, "eval_crop")
+    errors, empty = [], set()
+    for place, index in enumerate(data.test_indices):
+        sample = stored.dense(place)
+        truth = _read(settings, data.test, index, crop, sample.size).numpy()
+        predicted = probe.predict(sample, (truth.shape[0], truth.shape[1]))
+        if scored is not None:
+            top, bottom, left, right = scored.box(*truth.shape)
+            truth, predicted = truth[top:bottom, left:right], predicted[top:bottom, left:right]
+        found = depth_errors(predicted, truth)
+        if found is not None:
+            errors.append(found)
+        elif settings.empty_depth == "error":
+            raise _empty(data.test, index)
+        else:
+            empty.add(index)
+        job.progress(f"scoring {label}", place + 1, len(data.test_indices))
+    _note_empty(job, "test", data.test, empty)
+    return mean_of(errors), {"scored": len(errors), "skipped": len(empty)}
+
+
+def _note_empty(job: Job, part: str, dataset: Dataset, empty: set[int]) -> None:
     if empty:
-        name = job.data.train.ids[min(empty)]
-        note = f"{len(empty)} training images without valid depth left out, such as {name}"
-        if note not in job.notes:
-            job.note(note)
+        name = dataset.ids[min(empty)]
+        job.note(f"{len(empty)} {part} images without valid depth left out, such as {name}")

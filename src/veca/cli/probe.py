@@ -1,0 +1,286 @@
+"""`veca probe`: what a frozen backbone knows, at every budget."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from veca.cli.common import Device, Threads, console, parse_numbers, pick_device, writable_folder
+from veca.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    import torch
+
+    from veca.probe import Backbone, Run
+
+
+def probe(
+    task: Annotated[
+        str,
+        typer.Argument(help="knn, linear, logreg, segmentation or depth; or several: knn,linear."),
+    ],
+    data: Annotated[Path, typer.Option(help="Folder of the dataset.")],
+    dataset: Annotated[
+        str, typer.Option(help="Its name: oxford-pets, imagenet-1k, ade20k-150, nyuv2, folder, ...")
+    ],
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(help="VECA weights: a name, path or hub id, or NAME=PATH. Can be repeated."),
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="The teacher that retention is measured against.")
+    ] = None,
+    baseline: Annotated[
+        list[str] | None, typer.Option(help="Other backbones, named like teachers; repeatable.")
+    ] = None,
+    cores: Annotated[
+        str | None,
+        typer.Option(help="Budgets, such as 8,16,...,64.", show_default="8,16,... and all"),
+    ] = None,
+    protocol: Annotated[
+        str, typer.Option(help="A name (quick, dinov3-ade20k, ...) or a .toml file.")
+    ] = "quick",
+    size: Annotated[
+        str | None, typer.Option(help="Pixels, such as 224 or 224,448.", show_default="protocol's")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a constant: knn.k=[5,10]. Can be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the results; with several tasks, one in it for each.",
+            show_default="runs/probe/TASK-DATASET",
+        ),
+    ] = None,
+    train_dataset: Annotated[
+        str | None, typer.Option(help="Learn from another dataset (for imagenet-v2, -real).")
+    ] = None,
+    train_data: Annotated[Path | None, typer.Option(help="Folder of that dataset.")] = None,
+    train_split: Annotated[str, typer.Option(help="Split to learn from.")] = "train",
+    test_split: Annotated[
+        str | None, typer.Option(help="Split to score.", show_default="as published")
+    ] = None,
+    cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps features.", show_default="~/.cache/veca/probe"),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep/--no-keep", help="Keep features for the next run.")
+    ] = True,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Images in a batch.", show_default="protocol's")
+    ] = None,
+    device: Device = "auto",
+    threads: Threads = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Threads that read images.", show_default="one a CPU")
+    ] = None,
+    time: Annotated[bool, typer.Option("--time/--no-time", help="Measure milliseconds.")] = True,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with scikit-learn; takes longer.")
+    ] = False,
+    allow_remote_code: Annotated[
+        bool, typer.Option("--allow-remote-code", help="For teachers that need it (RADIO).")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results of another run in OUT.")
+    ] = False,
+) -> None:
+    """Probe frozen backbones: k-NN, linear, logistic regression, segmentation or depth.
+
+    veca probe knn --data pets/ --dataset oxford-pets --weights small --teacher dinov3-vitb16
+    """
+    import torch
+
+    from veca.probe import load_protocol, planned_subject, run_probe
+    from veca.probe.record import check_out
+
+    tasks = list(dict.fromkeys(part.strip() for part in task.split(",")))
+    chosen = load_protocol(protocol).with_settings(set_ or [])
+    if batch_size is not None:
+        chosen = chosen.with_batch(batch_size)
+    for one in tasks:
+        chosen.task(one)
+    sizes = parse_numbers(size, "--size") if size else None
+    place = pick_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    backbones = _backbones(
+        weights or [],
+        teacher,
+        baseline or [],
+        cores,
+        place,
+        getattr(torch, chosen.extract.dtype),
+        allow_remote_code,
+    )
+    folders = {}
+    for one in tasks:
+        planned = planned_subject(one, backbones, dataset=dataset, protocol=chosen, sizes=sizes)
+        name = f"{one}-{planned['dataset']}"
+        base = out or Path("runs", "probe")
+        folders[one] = writable_folder(base if out and len(tasks) == 1 else base / name)
+        check_out(folders[one], planned, overwrite)
+    options = {
+        "data": data, "dataset": dataset, "weights": weights, "teacher": teacher,
+        "baseline": baseline, "cores": cores, "protocol": protocol, "size": size, "set": set_,
+        "train-dataset": train_dataset, "train-data": train_data,
+        "train-split": train_split if train_split != "train" else None, "test-split": test_split,
+        "batch-size": batch_size, "threads": threads, "verify": verify or None,
+    }  # fmt: skip
+    for one, folder in folders.items():
+        with _Bar() as progress:
+            run = run_probe(
+                one,
+                backbones,
+                dataset=dataset,
+                data=data,
+                protocol=chosen,
+                sizes=sizes,
+                train_dataset=train_dataset,
+                train_data=train_data,
+                train_split=train_split,
+                test_split=test_split,
+                cache=(cache or "default") if keep else None,
+                device=place,
+                workers=workers,
+                measure_time=time,
+                verify=verify,
+                command=_command(one, options),
+                progress=progress,
+            )
+        _show(run, folder)
+
+
+def _show(run: Run, folder: Path) -> None:
+    """Print the table and write all that a run leaves behind."""
+    from veca.probe.plot import best_text, plot
+    from veca.probe.table import rich_table, verified, write_tables
+
+    console.print(rich_table(run))
+    for line in [*run.notes, *verified(run)]:
+        console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+    written = write_tables(run, folder)
+    try:
+        written.append(plot(folder / "plot.png", [run]))
+    except MissingExtraError as error:
+        console.print(f"no plot: {error}", markup=False, soft_wrap=True)
+    console.print(best_text(run), markup=False, highlight=False, soft_wrap=True)
+    names = ", ".join(path.name for path in written)
+    console.print(f"wrote {names} -> {folder}", markup=False, soft_wrap=True)
+
+
+def _backbones(
+    weights: list[str],
+    teacher: str | None,
+    baselines: list[str],
+    cores: str | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    allow_remote_code: bool,
+) -> list[Backbone]:
+    from veca.probe import TeacherBackbone, VecaBackbone
+    from veca.probe.backbone import BASELINE, TEACHER, public_name
+    from veca.teachers import load_teacher
+    from veca.weights import load
+
+    if not weights and not teacher and not baselines:
+        raise InputError("nothing to probe; give --weights, --teacher or --baseline.")
+    if cores and not weights:
+        raise InputError("--cores are budgets of VECA weights; give --weights.")
+    found: list[Backbone] = []
+    for spec, role in [(teacher, TEACHER), *((one, BASELINE) for one in baselines)]:
+        if spec is not None:
+            network = load_teacher(
+                spec, device=device, dtype=dtype, allow_remote_code=allow_remote_code
+            )
+            found.append(TeacherBackbone(network, name=public_name(network.name), role=role))
+    for source in weights:
+        name, path = _named(source)
+        model = load(path, device=device, dtype=dtype)
+        budgets = parse_budgets(cores) if cores else default_budgets(model.config.num_cores)
+        found += VecaBackbone(model, name=name).at(budgets)
+    return found
+
+
+def _named(source: str) -> tuple[str, str]:
+    """ "NAME=PATH" -> (NAME, PATH); otherwise the last part of the path is the name."""
+    name, equals, path = source.partition("=")
+    if equals and "/" not in name and not Path(source).exists():
+        return name, path
+    last = Path(source).name if Path(source).expanduser().exists() else source
+    return last.removesuffix(".safetensors"), source
+
+
+def parse_budgets(text: str) -> list[int]:
+    """'8,16,64' -> [8, 16, 64]; '8,16,...,64' counts on in equal steps."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not any(set(part) <= {".", "…"} for part in parts):
+        return list(dict.fromkeys(parse_numbers(text, "--cores")))
+    at = next(i for i, part in enumerate(parts) if set(part) <= {".", "…"})
+    numbers = parse_numbers(",".join(parts[:at] + parts[at + 1 :]), "--cores")
+    if at < 2 or at != len(parts) - 2:
+        raise InputError(f"--cores with '...' reads FIRST,SECOND,...,LAST; got {text!r}.")
+    step, last = numbers[at - 1] - numbers[at - 2], numbers[-1]
+    if step < 1 or (last - numbers[at - 1]) % step:
+        raise InputError(f"--cores {text!r}: {last} is not reached in equal steps.")
+    return [*numbers[: at - 1], *range(numbers[at - 1], last + 1, step)]
+
+
+def default_budgets(bank: int) -> list[int]:
+    """8, 16, ... and the whole bank."""
+    return sorted({*range(8, bank + 1, 8), bank})
+
+
+def _command(task: str, options: dict[str, Any]) -> str:
+    """The command to repeat a run; paths are shortened to their last part, to be published."""
+    from veca.probe.backbone import public_name
+
+    words = ["veca", "probe", task]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is True:
+                words.append(f"--{name}")
+            elif one is not None:
+                text = Path(one).name if isinstance(one, Path) else public_name(str(one))
+                words += [f"--{name}", text]
+    return shlex.join(words)
+
+
+class _Bar:
+    """A progress bar whose line says what is being done."""
+
+    def __enter__(self) -> Any:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._bar.start()
+        self._task = self._bar.add_task("preparing", total=None)
+        self._text = ""
+        return self._update
+
+    def _update(self, text: str, done: int, total: int) -> None:
+        if text != self._text:  # the time left is estimated anew for each piece of work
+            self._bar.reset(self._task, total=total, description=text)
+            self._text = text
+        self._bar.update(self._task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()

@@ -1,0 +1,160 @@
+"""`veca viz`: the paper's figures of any photo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from veca.cli.common import (
+    Device,
+    Threads,
+    console,
+    parse_numbers,
+    parse_size,
+    pick_device,
+    writable_folder,
+)
+from veca.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+def viz(
+    figure: Annotated[
+        str,
+        typer.Argument(
+            help="report (all of them as a page), features, sizes, agreement, attention, cores, "
+            "paths, states, similarity or numbers.",
+            show_default=False,
+        ),
+    ],
+    photos: Annotated[
+        list[str], typer.Argument(help="Image files, folders and patterns.", show_default=False)
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(help="A folder; or, for one figure, a file ending in .png, .svg or .html."),
+    ] = Path("viz"),
+    format: Annotated[
+        str | None, typer.Option(help="png, svg or html.", show_default="png")
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="A name, a folder, a file or a hub id; by default the bundled weights."),
+    ] = None,
+    cores: Annotated[
+        str | None, typer.Option(help="Budgets, such as 8,32,64.", show_default="the figure's own")
+    ] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Layers, such as 1,4,8,12.", show_default="the figure's own")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")
+    ] = "512",
+    sizes: Annotated[str, typer.Option(help="Sizes: short sides in pixels.")] = (
+        "256,512,768,1024"
+    ),
+    kind: Annotated[str, typer.Option(help="Attention: norm (as published) or softmax.")] = "norm",
+    colours: Annotated[
+        str, typer.Option(help="Projection: pca, or umap (slow; extra umap).")
+    ] = "pca",
+    overlay: Annotated[
+        float, typer.Option(min=0, max=1, help="Features: how much of the photo shines through.")
+    ] = 0.0,
+    core: Annotated[
+        str | None, typer.Option(help="Cores: which, such as 1,2,7.", show_default="the first five")
+    ] = None,
+    at: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Similarity: a point X,Y in pixels of the (first) photo, or in percent, 30%,50%. "
+            "Give it again for more points.",
+            show_default="the middle",
+        ),
+    ] = None,
+    height: Annotated[int, typer.Option(min=32, help="Height of each picture, in pixels.")] = 256,
+    seed: Annotated[int, typer.Option(help="For UMAP.")] = 0,
+    device: Device = "auto",
+    threads: Threads = None,
+) -> None:
+    """Draw what the model sees in photos; all pictures are the same each time.
+
+    veca viz report photo.jpg --out report/
+
+    veca viz attention photo.jpg --cores 8,32,64 --layers 1,4,8,12 --format svg
+    """
+    import torch
+
+    from veca import viz as library
+    from veca.errors import suggest
+    from veca.images import find_images
+    from veca.viz import numbers
+    from veca.viz.figures import is_file_name, output_format
+    from veca.viz.source import FRESH, choose
+
+    if figure != "report" and figure not in library.FIGURES:
+        raise InputError(f"unknown figure {suggest(figure, [*library.FIGURES, 'report'])}")
+    if figure == "report" and (is_file_name(out) or format not in (None, "html")):
+        raise InputError("a report is a folder with a page in it; give --out a folder.")
+    output_format(out, format)
+    asked = {
+        "cores": parse_numbers(cores, "--cores") if cores else None,
+        "layers": parse_numbers(layers, "--layers") if layers else None,
+        "which": parse_numbers(core, "--core") if core else None,
+    }
+    shorts = parse_numbers(sizes, "--sizes")
+    library.Options(kind=kind, method=colours)  # both are checked before the weights are read
+    files, pixels = find_images(photos), parse_size(size)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    name, model, fresh = choose(weights, pick_device(device))
+    views = [library.View(model, file, pixels, height=height) for file in files]
+    options = library.Options(
+        **asked,
+        sizes=shorts,
+        kind=kind,
+        method=colours,
+        seed=seed,
+        overlay=overlay,
+        points=[parse_point(text, views[0].photo) for text in at or ["50%,50%"]],
+    )
+    options.check(model)
+    if not is_file_name(out):
+        writable_folder(out)
+    with console.status("looking") as status:
+        if figure == "report":
+            made = library.report(views, out, options, weights=name, progress=status.update)
+            written, rows = [made.page], made.rows
+        else:
+            written = library.save(figure, views, out, options, format=format)
+            rows = numbers.read_csv(written[-1]) if figure == "numbers" else []
+    if rows:
+        found = numbers.verdicts(rows)
+        for verdict in found:
+            console.print(str(verdict), markup=False, highlight=False, soft_wrap=True)
+        console.print(numbers.summary(found, fresh), markup=False, soft_wrap=True)
+    elif fresh:
+        console.print(FRESH, style="yellow")
+    for path in written:
+        console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def parse_point(text: str, photo: Image.Image) -> tuple[float, float]:
+    """'320,200' (pixels) or '30%,50%' -> (x, y) in 0..1 of the photo."""
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        values = [
+            float(part[:-1]) / 100 if part.endswith("%") else (float(part) + 0.5) / side
+            for part, side in zip(parts, photo.size, strict=True)
+        ]
+    except ValueError:
+        values = []
+    if len(values) != 2 or not all(0 <= value <= 1 for value in values):
+        raise InputError(
+            f"a point is X,Y in pixels of the photo ({photo.width} wide, {photo.height} high), or "
+            f"in percent such as 30%,50%; got {text!r}."
+        )
+    return values[0], values[1]

@@ -1,0 +1,20 @@
+"""Export: the model as a file that runs without this package, each file checked against the model.
+
+`graph` is what is traced, `onnx_file` and `torch_file` write the two formats, `verify` compares a
+file with the model, `api` puts them together, and `loaded` runs such a file from Python.
+"""
+
+from veca.export.api import ANY, DTYPES, FORMATS, Exported, export_model
+from veca.export.errors import ExportError
+from veca.export.loaded import ExportedModel, load_exported
+
+__all__ = [
+    "ANY",
+    "DTYPES",
+    "FORMATS",
+    "ExportError",
+    "Exported",
+    "ExportedModel",
+    "export_model",
+    "load_exported",
+]

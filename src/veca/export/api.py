@@ -1,0 +1,280 @@
+"""Exporting a model: one file a budget, each compared with the model before it takes its place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from veca import files
+from veca.errors import InputError, suggest
+from veca.export import onnx_file, torch_file, verify
+from veca.export.errors import ExportError
+from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
+from veca.model import Veca, check_budget
+from veca.version import __version__
+from veca.weights import weights_hash
+from veca.weights.store import file_hash
+
+FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+ANY = "any"
+"""In place of a budget: one file that takes the budget as its second input."""
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written, and how far from the model it is."""
+
+    path: Path
+    report: Path
+    """The JSON beside it: inputs, outputs, versions, every check."""
+    format: str
+    cores: int | str
+    """The budget, or "any"."""
+    dtype: str
+    size: Size | None
+    """(height, width) in pixels, or None if any on the grid will do."""
+    bytes: int
+    checks: tuple[verify.Check, ...]
+
+    @property
+    def max_difference(self) -> float:
+        """Largest absolute difference from the float32 model, over all outputs and checks."""
+        return max(check.max_difference for check in self.checks)
+
+
+def export_model(
+    model: Veca,
+    out: str | os.PathLike[str],
+    *,
+    to: str = "onnx",
+    cores: Sequence[int | str] | int | str = ANY,
+    size: Size | None = None,
+    dtype: str = "float32",
+    name: str = "veca",
+    check_sizes: Sequence[Size] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> list[Exported]:
+    """Write a model as files that run without this package, each checked against it.
+
+    Every file takes `images` [batch, 3, height, width], float32 and normalised, and gives `cls`
+    [batch, D], `patches` [batch, N, D], `core_tokens` [batch, C, D] and `core_xy` [batch, C, 2],
+    the parts of `VecaOutput`. The batch is open, and so are height and width unless `size` is
+    given. A file that fails its checks is not kept.
+
+    Args:
+        out: the folder to write to, made if need be.
+        to: "onnx", or "torch-export" for a .pt2 file.
+        cores: a budget or several, one file each; "any" makes one file with a second input
+            `cores` (int64, no axes).
+        size: (height, width) in pixels, to fix them.
+        dtype: "float32", or "float16" to compute in half precision; features come out in it.
+        name: what the files' names begin with.
+        check_sizes: (height, width) at which an open file is compared with the model.
+        progress: is told in words what is being done.
+    """
+    if not isinstance(model, Veca):
+        raise InputError(f"export_model takes a Veca model, got {type(model).__name__}.")
+    budgets = _check(model, to, cores, size, dtype, name, check_sizes)
+    folder = Path(out).expanduser()
+    with files.temporary_beside(folder / f"{name}.json"):
+        pass  # a folder that cannot be written to says so now, not after minutes of tracing
+    say = progress or (lambda _: None)
+    reference = frozen_copy(model, torch.float32)
+    exported = frozen_copy(model, DTYPES[dtype])
+    tensors = weights_hash(model)
+    written = []
+    for budget in budgets:
+        stem = _stem(name, budget, size, dtype)
+        facts = _facts(model, to, budget, size, dtype, tensors)
+        path = folder / f"{stem}{FORMATS[to]}"
+        with files.temporary_beside(path) as temporary:
+            say(f"tracing {path.name}")
+            program = trace(exported, None if budget == ANY else int(budget), size)
+            with files.output_errors(path):
+                if to == "onnx":
+                    data = onnx_file.serialize(program, model.config, facts)
+                    facts["opset"] = onnx_file.opset(data)
+                    temporary.write_bytes(data)
+                    del data
+                else:
+                    torch_file.write(program, temporary, facts)
+            del program
+            run: onnx_file.OnnxRunner | torch_file.TorchRunner
+            run = (onnx_file.OnnxRunner if to == "onnx" else torch_file.TorchRunner)(temporary)
+            checks = []
+            for check in verify.checks(
+                run,
+                reference,
+                cores=_budgets_to_check(budget, model.config.num_cores),
+                sizes=[size] if size else _sizes_to_check(model, check_sizes),
+            ):
+                say(
+                    f"checking {path.name}: {check.batch} x {check.height} x {check.width}, "
+                    f"{check.cores} cores, differs by {check.max_difference:.1e}"
+                )
+                _require_same(check, path, DTYPES[dtype])
+                checks.append(check)
+            del run
+            report = path.with_suffix(path.suffix + ".json")
+            entry = Exported(
+                *(path, report, to, budget, dtype, size, temporary.stat().st_size, tuple(checks))
+            )
+            content = {
+                "file": path.name,
+                "bytes": entry.bytes,
+                "sha256": file_hash(temporary),
+                **facts,
+                "verification": _verification(entry),
+            }
+            with files.output_errors(report):
+                report.unlink(missing_ok=True)  # never an old report beside a new file
+            files.commit(temporary, path)
+            files.atomic_write_json(report, content)
+        written.append(entry)
+    return written
+
+
+def _check(
+    model: Veca,
+    to: str,
+    cores: Sequence[int | str] | int | str,
+    size: Size | None,
+    dtype: str,
+    name: str,
+    check_sizes: Sequence[Size] | None,
+) -> list[int | str]:
+    """Refuse what cannot be exported, before any work; return the budgets, each once."""
+    if to not in FORMATS:
+        raise InputError(f"unknown export format {suggest(str(to), FORMATS)}")
+    if dtype not in DTYPES:
+        raise InputError(f"unknown dtype {suggest(str(dtype), DTYPES)}")
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+        raise InputError(
+            f"name must be of letters, digits, '.', '_' and '-', to begin file names; got {name!r}."
+        )
+    patch = model.config.patch_size
+    for height, width in [*([size] if size is not None else []), *(check_sizes or [])]:
+        if height < patch or width < patch or height % patch or width % patch:
+            raise InputError(
+                f"a size must be in multiples of the patch size {patch}, got {height} x {width}."
+            )
+    listed = [cores] if isinstance(cores, (int, str)) else list(cores)
+    if not listed:
+        raise InputError("cores is empty; give budgets such as 8 and 64, or 'any'.")
+    budgets = [b if b == ANY else _budget(b, model.config.num_cores) for b in listed]
+    if to == "onnx":
+        onnx_file.require("onnx", "onnxscript", "onnxruntime")
+        number = torch.finfo(DTYPES[dtype]).bits // 8
+        onnx_file.check_fits(number * sum(p.numel() for p in model.parameters()))
+    return list(dict.fromkeys(budgets))
+
+
+def _budget(cores: int | str | None, num_cores: int) -> int:
+    if cores is None or isinstance(cores, str):
+        raise InputError(
+            f"a budget is a whole number from 1 to {num_cores}, or 'any'; got {cores!r}."
+        )
+    return check_budget(cores, num_cores)
+
+
+def _stem(name: str, budget: int | str, size: Size | None, dtype: str) -> str:
+    parts = [name, "anycores" if budget == ANY else f"cores{budget}"]
+    parts += [f"{size[0]}x{size[1]}"] if size else []
+    parts += [dtype] if dtype != "float32" else []
+    return "_".join(parts)
+
+
+def _facts(
+    model: Veca, to: str, budget: int | str, size: Size | None, dtype: str, tensors: str
+) -> dict[str, Any]:
+    c = model.config
+    budget_input = {"cores": f"int64 [], from 1 to {c.num_cores}"} if budget == ANY else {}
+    height, width = size or (f"{c.patch_size}*rows", f"{c.patch_size}*columns")
+    patches = "rows*columns" if size is None else size[0] * size[1] // c.patch_size**2
+    count = "cores" if budget == ANY else budget
+    d = c.feature_width
+    packages = ("torch", "onnx", "onnxscript", "onnxruntime") if to == "onnx" else ("torch",)
+    return {
+        "format": to,
+        "cores": budget,
+        "size": "dynamic" if size is None else list(size),
+        "dtype": dtype,
+        "patch_size": c.patch_size,
+        "image_mean": list(c.image_mean),
+        "image_std": list(c.image_std),
+        "inputs": {
+            "images": f"float32 [batch, {c.in_channels}, {height}, {width}], normalised",
+            **budget_input,
+        },
+        "outputs": {
+            "cls": f"{dtype} [batch, {d}]",
+            "patches": f"{dtype} [batch, {patches}, {d}], row by row",
+            "core_tokens": f"{dtype} [batch, {count}, {d}]",
+            "core_xy": f"float32 [batch, {count}, 2], (x, y) in [-1, 1]",
+        },
+        "config": c.to_dict(),
+        "weights_sha256": tensors,
+        "versions": {"veca": __version__, **{name: _version(name) for name in packages}},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _budgets_to_check(budget: int | str, num_cores: int) -> list[int]:
+    if budget != ANY:
+        return [int(budget)]
+    return sorted({1, min(8, num_cores), num_cores})
+
+
+def _sizes_to_check(model: Veca, sizes: Sequence[Size] | None) -> list[Size]:
+    return verify.sizes_on_grid(model.config.patch_size, sizes or verify.SIZES)
+
+
+def _require_same(check: verify.Check, path: Path, dtype: torch.dtype) -> None:
+    if check.passes(dtype):
+        return
+    allowed = check.allowed(dtype)
+    worst = max(OUTPUTS, key=lambda name: check.differences[name] / max(allowed[name], 1e-30))
+    advice = (
+        "its values may be out of the range of float16; export as float32"
+        if dtype == torch.float16
+        else "please report this with the versions of torch and onnxruntime"
+    )
+    raise ExportError(
+        f"{path.name} is not kept: with {check.cores} cores and {check.batch} images of "
+        f"{check.height} x {check.width} pixels its {worst} differ from the model's by "
+        f"{check.differences[worst]:.2g}, more than {allowed[worst]:.2g}; {advice}."
+    )
+
+
+def _verification(entry: Exported) -> dict[str, Any]:
+    return {
+        "against": "the model in float32 on a CPU, on images of normal noise",
+        "runtime": "onnxruntime" if entry.format == "onnx" else "torch",
+        "traced": {
+            "batch": TRACED_BATCH,
+            "patches": "the size of the file" if entry.size else list(TRACED_GRID),
+        },
+        "allowed": (
+            f"{verify.ABSOLUTE} absolute"
+            if entry.dtype == "float32"
+            else f"{verify.RELATIVE} of the largest value of an output"
+        ),
+        "max_difference": entry.max_difference,
+        "checks": [check.to_dict() for check in entry.checks],
+    }

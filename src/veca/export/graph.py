@@ -1,0 +1,130 @@
+"""What is traced: images (and the budget, if it is left open) in, four tensors out."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from veca.export.errors import ExportError
+from veca.model import Veca, VecaOutput, check_images
+
+OUTPUTS = ("cls", "patches", "core_tokens", "core_xy")
+"""Names of the outputs of every exported file, in this order."""
+
+TRACED_BATCH = 2  # torch.export takes a batch of 1 to be a constant
+TRACED_GRID = (3, 5)
+"""Patches down and across in the example that is traced when the size is left open."""
+
+MIN_SIDE = 2
+"""Patches a side that a traced graph takes at least; a side of 1 would be a graph of its own."""
+
+
+class FixedBudget(nn.Module):
+    """images -> the outputs at one budget."""
+
+    def __init__(self, model: Veca, cores: int) -> None:
+        super().__init__()
+        self.model = model
+        self.cores = cores
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        return _named(self.model(images, cores=self.cores))
+
+
+class AnyBudget(nn.Module):
+    """images, cores (int64, no axes) -> the outputs at that budget."""
+
+    def __init__(self, model: Veca) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor, cores: Tensor) -> dict[str, Tensor]:
+        # The walk itself, because `Veca.forward` wants to know the budget while tracing.
+        config = self.model.config
+        grid = check_images(images, config.in_channels, config.patch_size)
+        budget = int(cores.item()) if not torch.compiler.is_compiling() else cores.item()
+        torch._check(budget >= 1)
+        torch._check(budget <= config.num_cores)
+        last = deque(self.model._layers(images, budget), maxlen=1).pop()  # type: ignore[arg-type]
+        return _named(self.model._finish(last, budget, grid))  # type: ignore[arg-type]
+
+
+def _named(out: VecaOutput) -> dict[str, Tensor]:
+    return dict(zip(OUTPUTS, (out.cls, out.patches, out.cores, out.core_xy), strict=True))
+
+
+def frozen_copy(model: Veca, dtype: torch.dtype) -> Veca:
+    """The same function on the CPU in `dtype`, for inference, from operations any runtime has."""
+    model = copy.deepcopy(model).to("cpu", dtype).eval().requires_grad_(False)
+    model.backend = "sdpa"
+    model.gradient_checkpointing = False
+    return model
+
+
+def trace(
+    model: Veca, cores: int | None, size: tuple[int, int] | None
+) -> torch.export.ExportedProgram:
+    """The program of a frozen model. `cores` None and `size` None are left open; so is the batch.
+
+    Every file takes float32 images, whatever the model's dtype.
+    """
+    config = model.config
+    patch = config.patch_size
+    height, width = size or (TRACED_GRID[0] * patch, TRACED_GRID[1] * patch)
+    images = torch.zeros(TRACED_BATCH, config.in_channels, height, width)
+    open_axes: dict[int, object] = {0: torch.export.Dim("batch", min=1)}
+    if size is None:
+        open_axes[2] = patch * torch.export.Dim("rows", min=MIN_SIDE)
+        open_axes[3] = patch * torch.export.Dim("columns", min=MIN_SIDE)
+    graph: nn.Module
+    if cores is None:
+        graph = AnyBudget(model)
+        # Neither 1 nor the whole bank, which tracing might take for something special.
+        example = torch.tensor(max(1, config.num_cores // 2))
+        args: tuple[Tensor, ...] = (images, example)
+        shapes = {"images": open_axes, "cores": None}
+    else:
+        graph = FixedBudget(model, cores)
+        args, shapes = (images,), {"images": open_axes}
+    with torch.no_grad(), quiet():
+        try:
+            program = torch.export.export(graph, args, dynamic_shapes=shapes, strict=False)
+        except Exception as error:  # torch.export raises almost any type
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ExportError(
+                f"torch.export cannot trace this model ({type(error).__name__}: {reason}); torch "
+                f"{torch.__version__} is in use, 2.11 to 2.13 are known to work."
+            ) from error
+    _forget_origin(program)
+    return program
+
+
+def _forget_origin(program: torch.export.ExportedProgram) -> None:
+    """Drop the lines of source, with their paths on this machine, that tracing notes down."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("stack_trace", None)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence torch's remarks about its own deprecations and about packages not installed."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,255 @@
+"""ONNX: the traced program as one file, with its checks, facts and plain names inside."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from veca.config import VecaConfig
+from veca.errors import InputError, MissingExtraError
+from veca.export.errors import ExportError
+from veca.export.graph import OUTPUTS, quiet
+
+METADATA = "veca"
+"""The key under which a file's metadata holds its facts, as JSON."""
+
+LIMIT = 2**31 - 1  # a protobuf message, which an ONNX file is, cannot be larger
+_ROOM = 16 * 2**20  # for everything that is not weights
+
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def require(*names: str) -> list[Any]:
+    """The modules called `names`, or an error that says how to get them."""
+    modules = []
+    for name in names:
+        try:
+            modules.append(importlib.import_module(name))
+        except ImportError as error:
+            raise MissingExtraError(
+                f"ONNX needs {name}, which cannot be imported ({error}); install it with: "
+                "pip install 'veca[export]'"
+            ) from error
+    return modules
+
+
+def check_fits(weight_bytes: int) -> None:
+    """Refuse weights that one ONNX file cannot hold."""
+    if weight_bytes > LIMIT - _ROOM:
+        raise ExportError(
+            f"the weights take {weight_bytes / 1e9:.1f} GB, but one ONNX file holds at most 2 GB; "
+            "export as float16, or to torch-export."
+        )
+
+
+def serialize(
+    program: torch.export.ExportedProgram, config: VecaConfig, facts: Mapping[str, Any]
+) -> bytes:
+    """The bytes of the ONNX file of a traced program.
+
+    Args:
+        facts: what a reader of the file should know; kept in its metadata, as JSON.
+    """
+    (onnx,) = require("onnx")
+    require("onnxscript")
+    inputs = ["images"] if facts["cores"] != "any" else ["images", "cores"]
+    with quiet():
+        try:
+            exported = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                input_names=inputs,
+                output_names=list(OUTPUTS),
+                custom_translation_table={
+                    torch.ops.aten.repeat_interleave.self_int: _repeat_interleave
+                },
+            )
+        except Exception as error:  # the exporter raises its own and almost any other type
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ExportError(
+                f"torch.onnx cannot export this model ({type(error).__name__}: {reason}); check "
+                "the versions of torch, onnx and onnxscript."
+            ) from error
+    assert exported is not None  # it is None only when a path is given
+    proto = exported.model_proto
+    _plain_names(proto, config.patch_size)
+    _forget_origin(proto)
+    if facts["size"] == "dynamic":
+        _check_grid(onnx, proto, config.patch_size)
+    if facts["cores"] == "any":
+        _check_budget(onnx, proto, config.num_cores)
+    proto.producer_name = "veca"
+    proto.producer_version = facts["versions"]["veca"]
+    entry = proto.metadata_props.add()
+    entry.key, entry.value = METADATA, json.dumps(facts)
+    onnx.checker.check_model(proto)
+    return proto.SerializeToString()
+
+
+def opset(data: bytes) -> int:
+    """The version of the ONNX operators that a file uses."""
+    (onnx,) = require("onnx")
+    versions = {entry.domain: entry.version for entry in onnx.load_from_string(data).opset_import}
+    return int(versions[""])
+
+
+def _repeat_interleave(self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
+    """aten.repeat_interleave of one axis; onnxscript's own mixes up the axes if `repeats` is open.
+
+    It would put the repeats before the elements, and so would repeat the whole instead of each.
+    """
+    from onnxscript import opset18 as op
+
+    one, flat = op.Constant(value_ints=[1]), op.Constant(value_ints=[-1])
+    times = op.Constant(value_ints=[repeats]) if isinstance(repeats, int) else repeats
+    shape = op.Concat(one, op.Reshape(times, flat), axis=0)
+    return op.Reshape(op.Expand(op.Unsqueeze(self, one), shape), flat)
+
+
+def _plain_names(proto: Any, patch_size: int) -> None:
+    """Call the open axes batch, rows and columns instead of s34, s39 and s94."""
+    images = proto.graph.input[0].type.tensor_type.shape.dim
+    patterns = {0: r"(\w+)", 2: rf"{patch_size}\*(\w+)", 3: rf"{patch_size}\*(\w+)"}
+    names = {}
+    for axis, plain in ((0, "batch"), (2, "rows"), (3, "columns")):
+        found = re.fullmatch(patterns[axis], images[axis].dim_param)
+        if found:
+            names[found[1]] = plain
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for axis in value.type.tensor_type.shape.dim:
+            if axis.HasField("dim_param"):
+                axis.dim_param = re.sub(
+                    r"[A-Za-z_]\w*",
+                    lambda word: names.get(word[0], "cores" if word[0][0] == "u" else word[0]),
+                    axis.dim_param,
+                )
+
+
+def _forget_origin(proto: Any) -> None:
+    """Drop the notes about the source code, with paths on this machine, that tracing makes."""
+    graph = proto.graph
+    for part in (proto, graph, *graph.node, *graph.initializer, *graph.value_info):
+        del part.metadata_props[:]
+        part.ClearField("doc_string")
+    for value in (*graph.input, *graph.output):
+        del value.metadata_props[:]
+        value.ClearField("doc_string")
+
+
+def _check_grid(onnx: Any, proto: Any, patch: int) -> None:
+    """Make a size off the patch grid an error; a convolution alone would drop the last pixels.
+
+    ONNX has nothing to raise an error with, but a reshape to another number of pixels does, and
+    its name, which runtimes put into the message, says what is wrong.
+    """
+    node = onnx.helper.make_node
+    checked = _rename_uses(proto, "images")
+    nodes = [
+        node("Shape", ["images"], ["veca_shape"]),
+        node("Div", ["veca_shape", "veca_unit"], ["veca_whole"]),
+        node("Mul", ["veca_whole", "veca_unit"], ["veca_on_grid"]),
+        node(
+            "Reshape",
+            ["images", "veca_on_grid"],
+            [checked],
+            name=f"image height and width must be multiples of {patch}",
+            allowzero=1,
+        ),
+    ]
+    _prepend(onnx, proto, nodes, {"veca_unit": np.array([1, 1, patch, patch])})
+
+
+def _check_budget(onnx: Any, proto: Any, num_cores: int) -> None:
+    """Make a budget outside 1..M an error, by the same means."""
+    node = onnx.helper.make_node
+    checked = _rename_uses(proto, "cores")
+    nodes = [
+        node("Clip", ["cores", "veca_one", "veca_bank"], ["veca_in_range"]),
+        node("Sub", ["cores", "veca_in_range"], ["veca_outside"]),
+        node("Abs", ["veca_outside"], ["veca_distance"]),
+        node("Add", ["veca_distance", "veca_ones"], ["veca_count"]),
+        node(
+            "Reshape",
+            ["cores", "veca_count"],
+            ["veca_cores"],
+            name=f"cores must be from 1 to {num_cores}",
+        ),
+        # Not a second reshape: runtimes merge the two and drop the first.
+        node("Gather", ["veca_cores", "veca_first"], [checked]),
+    ]
+    values = {
+        "veca_one": np.array(1),
+        "veca_bank": np.array(num_cores),
+        "veca_ones": np.array([1]),
+        "veca_first": np.array(0),
+    }
+    _prepend(onnx, proto, nodes, values)
+
+
+def _rename_uses(proto: Any, name: str) -> str:
+    """Let every node read `name` + "_checked" instead of the input `name`."""
+    checked = f"{name}_checked"
+    for node in proto.graph.node:
+        for i, read in enumerate(node.input):
+            if read == name:
+                node.input[i] = checked
+    return checked
+
+
+def _prepend(onnx: Any, proto: Any, nodes: list[Any], values: Mapping[str, Any]) -> None:
+    graph = proto.graph
+    for name, value in values.items():
+        graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.int64), name))
+    rest = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *rest])
+
+
+class OnnxRunner:
+    """An ONNX file in onnxruntime: tensors in, a dict of tensors out, nothing checked."""
+
+    def __init__(self, path: str | os.PathLike[str], device: str = "cpu") -> None:
+        (runtime,) = require("onnxruntime")
+        provider = _PROVIDERS.get(device.partition(":")[0])
+        if provider is None or provider not in runtime.get_available_providers():
+            raise InputError(
+                f"onnxruntime cannot run on {device!r} here; it has "
+                f"{', '.join(runtime.get_available_providers())}."
+            )
+        options = runtime.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is raised; no need to print it as well
+        options.intra_op_num_threads = torch.get_num_threads()
+        if not Path(path).is_file():
+            raise InputError(f"there is no file {path}.")
+        try:
+            self.session = runtime.InferenceSession(os.fspath(path), options, providers=[provider])
+        except Exception as error:  # onnxruntime's own classes share no base
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ExportError(
+                f"{path} cannot be opened by onnxruntime {runtime.__version__} ({reason}); it may "
+                "be damaged or made for a newer one."
+            ) from error
+        self._inputs = [entry.name for entry in self.session.get_inputs()]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the file says of itself; empty if it was not made by `export_model`."""
+        held = self.session.get_modelmeta().custom_metadata_map.get(METADATA)
+        return {} if held is None else json.loads(held)
+
+    def __call__(self, images: Tensor, cores: int | None = None) -> dict[str, Tensor]:
+        values: dict[str, Any] = {"images": images.detach().to("cpu", torch.float32).numpy()}
+        if "cores" in self._inputs:
+            values["cores"] = np.array(cores, dtype=np.int64)
+        found = self.session.run(list(OUTPUTS), values)
+        return {n: torch.from_numpy(np.asarray(v)) for n, v in zip(OUTPUTS, found, strict=True)}

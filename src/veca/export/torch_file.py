@@ -1,0 +1,103 @@
+"""torch.export: the traced program as a .pt2 file, which torch runs without this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from veca.errors import InputError
+from veca.export.errors import ExportError
+from veca.export.graph import quiet
+
+FACTS = "veca.json"
+"""The name under which a file holds its facts, as JSON."""
+
+_LIST = re.compile(r"data/(weights|constants)/model_\w+_config\.json")
+_KNOWN = re.compile(
+    r"models/model\.json|data/(weights|constants)/((weight|tensor)_\d+|model_\w+_config\.json)|"
+    r"extra/veca\.json|archive_(format|version)|byteorder|\.[\w/]+"
+)
+
+
+def write(program: torch.export.ExportedProgram, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a program. The example it was traced with is left out: it would be stored pickled."""
+    program._example_inputs = None  # type: ignore[assignment]
+    # A file object, because torch insists on a name ending in .pt2, which a temporary has not.
+    with quiet(), path.open("wb") as file:
+        torch.export.save(program, file, extra_files={FACTS: json.dumps(facts)})
+
+
+class TorchRunner:
+    """A .pt2 file in torch: tensors in, a dict of tensors out, nothing checked but its own guards.
+
+    Such a file is a program: open only files from people you trust. One that holds pickled
+    objects, which `export_model` never writes, is refused unread.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], device: str = "cpu") -> None:
+        _refuse_strangers(Path(path))
+        facts: dict[str, Any] = {FACTS: ""}
+        with quiet():
+            try:
+                with Path(path).open("rb") as file:
+                    program = torch.export.load(file, extra_files=facts)  # type: ignore[arg-type]
+            except Exception as error:  # it raises almost any type on a damaged file
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ExportError(
+                    f"{path} cannot be read by torch {torch.__version__} ({reason}); it may be "
+                    "damaged, or written by another version of torch: export it again with this "
+                    "one."
+                ) from error
+            if torch.device(device).type != "cpu":
+                from torch.export.passes import move_to_device_pass
+
+                program = move_to_device_pass(program, device)
+        self.device = torch.device(device)
+        self.facts: dict[str, Any] = json.loads(facts[FACTS] or "{}")
+        self._open_budget = self.facts.get("cores") == "any"
+        self._module = program.module()
+
+    def __call__(self, images: Tensor, cores: int | None = None) -> dict[str, Tensor]:
+        args: tuple[Tensor, ...] = (images.to(self.device, torch.float32),)
+        if self._open_budget:
+            args += (torch.tensor(cores, device=self.device),)
+        with torch.no_grad():
+            return self._module(*args)
+
+
+def _refuse_strangers(path: Path) -> None:
+    """Refuse an archive with anything in it but JSON, bare tensors and what torch adds itself.
+
+    The rest (pickles, compiled libraries) could run code when it is read.
+    """
+    if not path.is_file():
+        raise InputError(f"there is no file {path}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = {e.filename.partition("/")[2]: e for e in archive.infolist()}
+            configs = [json.loads(archive.read(e)) for n, e in entries.items() if _LIST.search(n)]
+        pickled = [
+            name
+            for config in configs
+            for name, entry in config["config"].items()
+            if entry["use_pickle"]
+        ]
+    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ExportError(
+            f"{path} is not a program of torch.export ({error}); export it again."
+        ) from error
+    strange = [n for n, e in entries.items() if not _KNOWN.fullmatch(n) and e.file_size]
+    if pickled or strange or "models/model.json" not in entries:
+        what = (*pickled, *strange, "no program")[0]
+        raise ExportError(
+            f"{path} holds {what}, unlike what `veca export` writes, and could run code when read; "
+            "open it with torch.export.load yourself if you trust it."
+        )

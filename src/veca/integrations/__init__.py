@@ -1,0 +1,4 @@
+"""VECA under other libraries' interfaces: `integrations.transformers` and `integrations.timm`.
+
+Each is imported on request only, and needs its library.
+"""

@@ -1,0 +1,156 @@
+"""A model card: what weights are, where they come from and how to use them, as the hub shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from veca.config import PRESETS, VecaConfig
+from veca.cost import cost
+
+_PAPER = "https://arxiv.org/abs/2605.12491"
+# Told in the text, or of no use to a reader of the card.
+_ELSEWHERE = {"teacher", "teachers", "data", "licence", "license", "budgets", "init"}
+_INTERNAL = {"file_sha256", "format_version", "standardised", "budget_weights", "derived_from"}
+
+
+def model_card(
+    config: VecaConfig,
+    provenance: Mapping[str, Any] | None = None,
+    *,
+    name: str = "path/to/weights",
+    tags: Sequence[str] = (),
+) -> str:
+    """A README.md with the hub's header, written from the configuration and the provenance.
+
+    Nothing is claimed that they do not say: without provenance the card says that the origin is
+    not known.
+
+    Args:
+        name: what a reader passes to `from_pretrained` and `veca.load`.
+        tags: for the header, besides the usual ones.
+    """
+    provenance = dict(provenance or {})
+    parts = [
+        _header(provenance, tags),
+        _title(config, name),
+        _use(config, name),
+        _architecture(config),
+        _origin(provenance),
+        f"## Method\n\n[Elastic Attention Cores for Scalable Vision Transformers]({_PAPER}): "
+        "patches attend only to a few learned cores, kept in an order that makes every prefix of "
+        "them a model of its own.\n",
+    ]
+    return "\n".join(parts)
+
+
+def _header(provenance: Mapping[str, Any], tags: Sequence[str]) -> str:
+    every = list(dict.fromkeys(["veca", "vision", "dense-features", *tags]))
+    lines = ["---", "library_name: transformers", "pipeline_tag: image-feature-extraction"]
+    licence = provenance.get("licence", provenance.get("license"))
+    if isinstance(licence, str) and licence:
+        lines.append(f"license: {json.dumps(licence)}")
+    lines += ["tags:", *(f"- {json.dumps(tag)}" for tag in every), "---", ""]
+    return "\n".join(lines)
+
+
+def _title(config: VecaConfig, name: str) -> str:
+    size = next((preset for preset, known in PRESETS.items() if _same_network(known, config)), None)
+    kind = f"`{size}`" if size else "a VECA network of its own size"
+    return (
+        f"# {name.rstrip('/').rpartition('/')[2]}\n\n"
+        f"Dense vision features at a cost you can dial: {kind}, whose patches talk only through at "
+        f"most {config.num_cores} cores. One set of weights runs at any budget `cores` from 1 to "
+        f"{config.num_cores}, at any image size on the {config.patch_size}-pixel grid.\n"
+    )
+
+
+def _same_network(a: VecaConfig, b: VecaConfig) -> bool:
+    names = ("depth", "width", "heads", "ffn_ratio", "num_cores", "patch_size")
+    return all(getattr(a, name) == getattr(b, name) for name in names)
+
+
+def _use(config: VecaConfig, name: str) -> str:
+    budget = min(32, config.num_cores)
+    return f"""## Use
+
+```python
+import veca
+
+model = veca.load("{name}")
+batch = veca.preprocess("photo.jpg", size=512)
+out = model(batch.pixels, cores={budget})
+out.cls, out.patches, out.feature_map()
+```
+
+With transformers (`pip install 'veca[hf]'`):
+
+```python
+import veca.integrations.transformers  # registers the classes
+from transformers import AutoImageProcessor, AutoModel
+
+processor = AutoImageProcessor.from_pretrained("{name}")
+model = AutoModel.from_pretrained("{name}")
+out = model(**processor("photo.jpg", return_tensors="pt"), cores={budget})
+out.pooler_output, out.patches
+```
+"""
+
+
+def _architecture(config: VecaConfig) -> str:
+    facts = cost(config, size=32 * config.patch_size)
+    rows = {
+        "layers": config.depth,
+        "width": config.width,
+        "heads": config.heads,
+        "width of the features": config.feature_width,
+        "cores": config.num_cores,
+        "patch": f"{config.patch_size} x {config.patch_size} pixels",
+        "parameters": f"{facts.veca.parameters / 1e6:.1f} M",
+        "image mean, deviation": f"{list(config.image_mean)}, {list(config.image_std)}",
+    }
+    return "## Architecture\n\n" + _table(rows)
+
+
+def _origin(provenance: Mapping[str, Any]) -> str:
+    if not provenance.keys() - {"code_version", "format_version", "tensors_sha256", "file_sha256"}:
+        return "## Origin\n\nNot recorded with these weights.\n"
+    rows: dict[str, Any] = {}
+    if provenance.get("derived_from"):
+        rows["changed since"] = "these weights differ from those whose origin follows"
+        source = provenance["derived_from"]
+        provenance = {**source, **{k: v for k, v in provenance.items() if k != "derived_from"}}
+    teachers = provenance.get("teachers") or [provenance.get("teacher")]
+    for teacher in teachers:
+        if isinstance(teacher, Mapping):
+            licence = teacher.get("licence", "unknown")
+            rows.setdefault("teacher", [])
+            rows["teacher"].append(f"{teacher.get('name', 'unnamed')} (licence: {licence})")
+        elif teacher:
+            rows["teacher"] = teacher
+    data = provenance.get("data")
+    if isinstance(data, Mapping):
+        rows["data"] = f"{data.get('source', 'unnamed')}, {data.get('images', '?')} images"
+    elif data:
+        rows["data"] = data
+    for key, label in (("licence", "licence"), ("license", "licence"), ("budgets", "budgets")):
+        if provenance.get(key):
+            rows[label] = provenance[key]
+    for key, value in provenance.items():
+        plain = value is None or isinstance(value, (str, int, float, bool, list))
+        if plain and key not in _ELSEWHERE | _INTERNAL:
+            rows[key.replace("_", " ")] = value
+    return "## Origin\n\n" + _table(rows)
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    lines = ["| | |", "|---|---|"]
+    lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        value = ", ".join(str(x) for x in value)
+    return " ".join(str(value).split()).replace("|", "\\|")

@@ -1,0 +1,356 @@
+"""VECA in timm, for users who have it: `timm.create_model("veca_small_patch16", cores=32)`.
+
+Importing this registers the names where timm imports (it needs a torchvision that works).
+`TimmVeca` itself needs only torch and can be used without timm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from veca.config import PRESETS, VecaConfig
+from veca.errors import InputError, MissingExtraError, suggest
+from veca.model import Veca, check_budget
+from veca.weights import load, read_config
+
+__all__ = ["TimmVeca", "register"]
+
+POOLS = ("token", "avg", "max", "")
+"""The first core, the mean or the maximum of the patches, or no pooling."""
+FORMATS = ("NCHW", "NLC")
+
+default_cfgs: dict[str, Any] = {}  # filled by `register`; timm looks for it under this name
+
+
+class _Walk(NamedTuple):
+    tokens: Tensor
+    """[B, C + N, D] after the last block that was run, before the norm."""
+    kept: list[Tensor]
+    budget: int
+    grid: tuple[int, int]
+
+
+class TimmVeca(nn.Module):
+    """A VECA network with the interface of timm's vision transformers.
+
+    The plain model is `.veca`; its C active cores are timm's prefix tokens, the first of them the
+    class token.
+
+    Args:
+        config: the architecture.
+        num_classes: of the classifier; 0 for none.
+        global_pool: what the classifier sees: "token" (the first core), "avg" or "max" of the
+            patches, "" for all tokens.
+        cores: the budget when a call names none; None means all. Can be set later, too.
+        drop_rate: dropout before the classifier.
+    """
+
+    def __init__(
+        self,
+        config: VecaConfig,
+        *,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        cores: int | None = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_budget(cores, config.num_cores)
+        self.veca = Veca(config)
+        self.cores = cores
+        self.num_features = self.head_hidden_size = self.embed_dim = config.feature_width
+        self.feature_info = [
+            {"module": f"veca.blocks.{i}", "num_chs": config.width, "reduction": config.patch_size}
+            for i in range(config.depth)
+        ]
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head: nn.Module = nn.Identity()
+        self.global_pool = "token"
+        self.reset_classifier(num_classes, global_pool)
+        self.pretrained_cfg = self.default_cfg = pretrained_cfg(config)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches: the budget."""
+        return check_budget(self.cores, self.veca.config.num_cores)
+
+    # -------------------------------------------------------------------------------- classifier
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A fresh classifier for `num_classes` classes, or none for 0."""
+        if global_pool is not None:
+            if global_pool not in POOLS:
+                raise InputError(f"unknown pooling {suggest(str(global_pool), POOLS)}")
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        like = self.veca.patch_embed.weight
+        self.head = nn.Identity()
+        if num_classes > 0:
+            self.head = nn.Linear(self.num_features, num_classes).to(like.device, like.dtype)
+            nn.init.trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+        self.head.train(self.training)
+
+    # ----------------------------------------------------------------------------------- forward
+
+    def forward(self, x: Tensor, cores: int | None = None) -> Tensor:
+        """Logits of images [B, 3, H, W]; pooled features without a classifier."""
+        budget = self._budget(cores)
+        return self.forward_head(self.forward_features(x, budget), cores=budget)
+
+    def forward_features(self, x: Tensor, cores: int | None = None) -> Tensor:
+        """[B, C + N, D] cores, then patches row by row, after the final norm."""
+        walk = self._walk(x, cores)
+        return self._norm(walk.tokens)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False, cores: int | None = None) -> Tensor:
+        """From the tokens of `forward_features` to logits, or to what the classifier sees."""
+        if self.global_pool == "token":
+            x = x[:, 0]
+        elif self.global_pool:
+            patches = x[:, self._budget(cores) :]
+            x = patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
+        x = self.head_drop(x)
+        return x if pre_logits else self.head(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        cores: int | None = None,
+    ) -> Any:
+        """The tokens after some blocks, and the final ones, in the shapes timm gives them.
+
+        Args:
+            indices: blocks from 0, negative ones from the end; a number n means the last n, None
+                all.
+            return_prefix_tokens: (patches, cores) of each instead of the patches alone.
+            norm: apply the final norm and output projection to each.
+            stop_early: do not run blocks after the last that is asked for.
+            output_fmt: "NCHW" for maps, "NLC" for tokens.
+
+        Returns:
+            (final tokens, intermediates); the intermediates alone, or a dict, on request.
+        """
+        if output_fmt not in FORMATS:
+            raise InputError(f"unknown output format {suggest(str(output_fmt), FORMATS)}")
+        wanted, last = take_indices(len(self.veca.blocks), indices)
+        early = stop_early and (intermediates_only or last == len(self.veca.blocks) - 1)
+        walk = self._walk(x, cores, keep=wanted, last=last + 1 if early else None)
+        kept = [self._norm(tokens) if norm else tokens for tokens in walk.kept]
+        prefix = [tokens[:, : walk.budget] for tokens in kept]
+        patches = [tokens[:, walk.budget :] for tokens in kept]
+        if output_fmt == "NCHW":
+            patches = [p.transpose(1, 2).unflatten(2, walk.grid).contiguous() for p in patches]
+        if output_dict:
+            result: dict[str, Any] = {"image_intermediates": patches}
+            if return_prefix_tokens:
+                result["image_intermediates_prefix"] = prefix
+            if not intermediates_only:
+                result["image_features"] = self._norm(walk.tokens)
+            return result
+        shown: list[Any] = patches
+        if return_prefix_tokens:
+            shown = list(zip(patches, prefix, strict=True))
+        return shown if intermediates_only else (self._norm(walk.tokens), shown)
+
+    def prune_intermediate_layers(
+        self,
+        indices: int | Sequence[int] = 1,
+        prune_norm: bool = False,
+        prune_head: bool = True,
+    ) -> list[int]:
+        """Drop the blocks after the last of `indices`, and what only the final output needs."""
+        wanted, last = take_indices(len(self.veca.blocks), indices)
+        self.veca.blocks = self.veca.blocks[: last + 1]
+        self.veca.moves = self.veca.moves[:last]
+        if prune_norm:
+            self.veca.norm = nn.Identity()  # type: ignore[assignment]
+            self.veca.project = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return wanted
+
+    # --------------------------------------------------------------------------------- training
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.veca.set_grad_checkpointing(enable)
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that weight decay should leave alone."""
+        moves = {f"veca.moves.{i}.alpha" for i in range(len(self.veca.moves))}
+        return {"veca.bank.tokens", "veca.bank.coordinates", *moves}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that sort parameters into layers, for learning rates that differ by layer."""
+        return {
+            "stem": r"^veca\.(?:patch_embed|bank)",
+            "blocks": [
+                (r"^veca\.(?:blocks|moves)\.(\d+)", None),
+                (r"^veca\.(?:norm|project)", (99999,)),
+            ],
+        }
+
+    # ------------------------------------------------------------------------------------ inside
+
+    def _budget(self, cores: int | None) -> int:
+        return check_budget(self.cores if cores is None else cores, self.veca.config.num_cores)
+
+    def _norm(self, tokens: Tensor) -> Tensor:
+        return self.veca.project(self.veca.norm(tokens))
+
+    def _walk(
+        self, x: Tensor, cores: int | None, keep: Sequence[int] = (), last: int | None = None
+    ) -> _Walk:
+        budget, grid = self.veca._check(x, self._budget(cores))
+        kept: list[Tensor] = []
+        tokens = x
+        for layer in self.veca._layers(x, budget, last=last):
+            tokens = layer.tokens
+            if layer.number - 1 in keep:
+                kept.append(tokens)
+        return _Walk(tokens, kept, budget, grid)
+
+
+def take_indices(count: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
+    """Which of `count` blocks are meant, in order and from 0, and the last of them."""
+    if indices is None:
+        wanted = list(range(count))
+    elif isinstance(indices, int):
+        wanted = list(range(count - indices, count)) if 0 < indices <= count else []
+    else:
+        inside = all(-count <= i < count for i in indices)
+        wanted = sorted({int(i) % count for i in indices}) if inside else []
+    if not wanted:
+        raise InputError(
+            f"indices must name some of the {count} blocks, from 0 to {count - 1} or from the end, "
+            f"or say how many of the last; got {indices!r}."
+        )
+    return wanted, wanted[-1]
+
+
+def pretrained_cfg(config: VecaConfig) -> dict[str, Any]:
+    """What timm's data pipeline wants to know."""
+    side = 16 * config.patch_size
+    return {
+        "input_size": (config.in_channels, side, side),
+        "fixed_input_size": False,
+        "interpolation": "bicubic",
+        "crop_pct": 1.0,
+        "mean": config.image_mean,
+        "std": config.image_std,
+        "num_classes": 0,
+        "pool_size": None,
+        "first_conv": "veca.patch_embed",
+        "classifier": "head",
+    }
+
+
+def register() -> None:
+    """Make timm know the presets' names. Done on import where timm imports.
+
+    >>> timm.create_model("veca_tiny_patch16", num_classes=10, cores=16)
+    >>> timm.create_model("veca_tiny_patch16", pretrained=True)     # weights that veca.load finds
+    >>> timm.create_model("veca_tiny_patch16", features_only=True, out_indices=(2, 5, 8, 11))
+    """
+    require_timm()
+    registry = importlib.import_module("timm.models")
+    generate = importlib.import_module("timm.models._registry").generate_default_cfgs
+    default_cfgs.update(generate({n: pretrained_cfg(c) for n, c in PRESETS.items()}))
+    module = sys.modules[__name__]
+    for name in PRESETS:
+        if not registry.is_model(name):
+            entry = _entry_point(name)
+            setattr(module, name, entry)
+            registry.register_model(entry)
+
+
+def require_timm() -> Any:
+    """The timm library, or an error that says what is in its way."""
+    try:
+        return importlib.import_module("timm")
+    except ModuleNotFoundError as error:
+        missing = error.name or "timm"
+        advice = "pip install timm" if missing == "timm" else f"pip install {missing}"
+        raise MissingExtraError(
+            f"veca.integrations.timm needs timm, which cannot be imported ({error}); install what "
+            f"is missing with: {advice}"
+        ) from error
+    except Exception as error:  # a torchvision of another torch fails in more ways
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise MissingExtraError(
+            f"timm is installed but cannot be imported ({type(error).__name__}: {reason}); it "
+            "needs a torchvision that belongs to this torch."
+        ) from error
+
+
+def _entry_point(name: str) -> Callable[..., nn.Module]:
+    """The function that timm calls for a name; it takes what timm passes to any model."""
+
+    def build(
+        *, source: str | os.PathLike[str] | None = None, in_chans: int | None = None, **options: Any
+    ) -> TimmVeca:
+        for ignored in ("img_size", "dynamic_img_size"):  # every size works
+            options.pop(ignored, None)
+        dropout = options.pop("proj_drop_rate", None)
+        config = PRESETS[name] if source is None else read_config(source)
+        changes = {"in_channels": in_chans, "dropout": dropout}
+        changes = {k: v for k, v in changes.items() if v is not None and v != getattr(config, k)}
+        if source is not None and "in_channels" in changes:
+            raise InputError(
+                f"the weights {os.fspath(source)!r} are for {config.in_channels} channels, got "
+                f"in_chans={in_chans}; leave pretrained out for another number."
+            )
+        model = TimmVeca(config.replace(**changes), **options)
+        if source is not None:
+            model.veca.load_state_dict(load(source).state_dict())
+        return model
+
+    def entry(pretrained: bool = False, **options: Any) -> nn.Module:
+        overlay = options.get("pretrained_cfg_overlay") or {}
+        given = options.get("pretrained_cfg")
+        held = given if isinstance(given, dict) else vars(given) if given is not None else {}
+        source = overlay.get("file") or held.get("file") or name
+        if pretrained:
+            options["source"] = source
+            _check_source(name, source)
+        if options.get("features_only"):
+            options.setdefault("out_indices", 4)
+        builder = importlib.import_module("timm.models").build_model_with_cfg
+        # Never timm's own loading: it knows neither our folders nor the stored configuration.
+        return builder(build, name, False, feature_cfg={"feature_cls": "getter"}, **options)
+
+    entry.__name__ = entry.__qualname__ = name
+    entry.__doc__ = f"{name}; options as `TimmVeca`, and those timm has for every model."
+    return entry
+
+
+def _check_source(name: str, source: str | os.PathLike[str]) -> None:
+    """Refuse weights of another network than the name says."""
+    config, expected = read_config(source), PRESETS[name]
+    for field in ("depth", "width", "heads", "ffn_ratio", "num_cores", "patch_size"):
+        if getattr(config, field) != getattr(expected, field):
+            raise InputError(
+                f"the weights {os.fspath(source)!r} have {field} {getattr(config, field)}, but "
+                f"{name} has {getattr(expected, field)}; create the model that fits them."
+            )
+
+
+with contextlib.suppress(MissingExtraError):
+    register()

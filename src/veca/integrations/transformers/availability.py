@@ -1,0 +1,67 @@
+"""Whether transformers can be used here, and keeping a broken torchvision out of its way."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from typing import Any
+
+from veca.errors import MissingExtraError
+
+_INSTALL = "pip install 'veca[hf]'"
+
+
+def require_transformers() -> Any:
+    """The transformers library, version 5 or newer."""
+    try:
+        library = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"veca.integrations.transformers needs transformers, which cannot be imported "
+            f"({error}); install it with: {_INSTALL}"
+        ) from error
+    version = str(getattr(library, "__version__", "0"))
+    if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < 5:
+        raise MissingExtraError(
+            f"veca.integrations.transformers needs transformers 5 or newer, found {version}; "
+            f"install it with: {_INSTALL}"
+        )
+    return library
+
+
+def hide_broken_torchvision() -> None:
+    """Tell transformers that torchvision is absent if it is there but cannot be imported.
+
+    It looks only whether torchvision is installed, and one that belongs to another torch would
+    then break every import that has to do with images. Nothing here needs torchvision.
+    """
+    utils = importlib.import_module("transformers.utils")
+    if not utils.is_torchvision_available():
+        return
+    try:
+        importlib.import_module("torchvision.transforms.v2.functional")
+        return
+    except Exception as error:  # its library fails to load in more ways than ImportError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    warnings.warn(
+        f"torchvision is installed but cannot be imported ({reason}); transformers is told that it "
+        "is absent. Install the torchvision that belongs to this torch, or remove it.",
+        stacklevel=4,
+    )
+
+    def absent() -> bool:
+        return False
+
+    old = {
+        name: getattr(utils.import_utils, name, None)
+        for name in ("is_torchvision_available", "is_torchvision_v2_available")
+    }
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "transformers" and module is not None:
+            for name, function in old.items():
+                if function is not None and vars(module).get(name) is function:
+                    setattr(module, name, absent)
+    table = getattr(utils.import_utils, "BACKENDS_MAPPING", {})
+    if "torchvision" in table:
+        table["torchvision"] = (absent, table["torchvision"][1])

@@ -1,0 +1,152 @@
+"""Folders that transformers and `veca.load` both read, and their way to and from the hub."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import cached_file
+
+from veca import files
+from veca.errors import OutputError, VecaError
+from veca.integrations.transformers.configuration import VecaConfig
+from veca.weights import store
+from veca.weights import tensors as ts
+
+CARD, PROCESSOR = "README.md", "preprocessor_config.json"
+HUB_OPTIONS = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr")
+"""Options of `save_pretrained` that concern the hub."""
+
+_DOWNLOAD_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfolder", "proxies")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def is_simple(
+    model: Any,
+    state: Mapping[str, Tensor],
+    max_shard_size: int | str,
+    variant: str | None,
+    options: Mapping[str, Any],
+) -> bool:
+    """Whether a model goes into one file of plain tensors, which is what `veca.load` reads."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    return (
+        variant is None
+        and size <= _bytes(max_shard_size)
+        and not getattr(model, "_hf_peft_config_loaded", False)
+        and getattr(model, "hf_quantizer", None) is None
+        and not options.get("distributed_checkpoint")
+        and all(tensor.is_floating_point() for tensor in state.values())
+        and not any(tensor.is_meta for tensor in state.values())
+    )
+
+
+def _bytes(size: int | str) -> int:
+    if isinstance(size, int):
+        return size
+    for unit in sorted(_UNITS, key=len, reverse=True):
+        if size.upper().endswith(unit) and size[: -len(unit)].strip().isdigit():
+            return int(size[: -len(unit)]) * _UNITS[unit]
+    return 0  # not understood here: left to transformers
+
+
+def write_plain(
+    folder: Path,
+    state: Mapping[str, Tensor],
+    config: VecaConfig,
+    provenance: Mapping[str, Any],
+) -> None:
+    """Tensors, configuration and provenance, as `veca.save` writes them."""
+    known = {k: v for k, v in provenance.items() if k not in ("file_sha256", "format_version")}
+    recorded = known.get("tensors_sha256")
+    if recorded is not None and recorded != ts.content_hash(state):
+        # Trained on, or stored in another dtype: what is known of them holds no longer as it is.
+        known = {"derived_from": known}
+    store.save_state(state, config.to_veca(), folder, provenance=known)
+    # A superset of what is there now; a crash before this leaves a folder that both still read.
+    files.atomic_write_text(folder / store.CONFIG, config.to_json_string(use_diff=True))
+
+
+def complete(folder: Path, config: VecaConfig, card: str) -> None:
+    """A card and a processor's settings, where there are none."""
+    from veca.integrations.transformers.processing import VecaImageProcessor
+
+    if not (folder / PROCESSOR).exists():
+        processor = VecaImageProcessor.from_config(config)
+        files.atomic_write_text(folder / PROCESSOR, processor.to_json_string())
+    if not (folder / CARD).exists():
+        files.atomic_write_text(folder / CARD, card)
+
+
+def read_provenance(source: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance beside weights in a folder or on the hub; empty if there is none to be had."""
+    name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
+    subfolder = options.get("subfolder") or ""
+    try:
+        if name and Path(name).is_dir():
+            return store.read_provenance(Path(name) / subfolder)
+        found = name and cached_file(
+            name,
+            store.PROVENANCE,
+            **{k: v for k, v in options.items() if k in _DOWNLOAD_OPTIONS and v is not None},
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        held = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+        return held if isinstance(held, dict) else {}
+    except (VecaError, OSError, ValueError, TypeError):
+        return {}  # it is a remark; the weights are loaded already
+
+
+def upload(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    tags: list[str] | None = None,
+) -> Any:
+    """Put a folder on the hub. A card that the repository has already is kept."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi(token=token)
+    repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    ignored = [CARD] if api.file_exists(repo, CARD, revision=revision) else []
+    if tags and not ignored:
+        _add_tags(folder / CARD, tags)
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    wanted = [p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith(".")]
+    if store.TENSORS not in wanted and not any(n.endswith(store.SUFFIX) for n in wanted):
+        raise OutputError(f"{folder} holds no weights to upload; save the model there first.")
+    return api.upload_folder(
+        repo_id=repo,
+        folder_path=folder,
+        allow_patterns=_patterns(wanted),
+        ignore_patterns=ignored,
+        commit_message=commit_message or "Upload model",
+        commit_description=commit_description,
+        revision=revision,
+        create_pr=create_pr,
+    )
+
+
+def _patterns(names: list[str]) -> list[str]:
+    """The files of a model, not whatever else lies in its folder."""
+    suffixes = (".safetensors", ".json", ".md")
+    return sorted(name for name in names if name.endswith(suffixes))
+
+
+def _add_tags(card: Path, tags: list[str]) -> None:
+    text = card.read_text(encoding="utf-8")
+    lines = "".join(f"- {json.dumps(tag)}\n" for tag in tags)
+    files.atomic_write_text(card, text.replace("tags:\n", f"tags:\n{lines}", 1))

@@ -1,0 +1,88 @@
+"""Accuracy against compute: the score at every budget, over interactions and over measured time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from veca.errors import MissingExtraError
+from veca.files import atomic_write
+from veca.probe.record import Row, Run
+from veca.probe.table import metric_title, ordered, show_metric
+
+# Okabe and Ito's colours, told apart with any kind of colour vision.
+_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+
+
+def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each network and size, by budget, under a name for the legend."""
+    sizes = {row.size for row in rows}
+    groups: dict[str, list[Row]] = {}
+    for row in ordered(rows):
+        size = f", {row.size} px" if len(sizes) > 1 else ""
+        groups.setdefault(f"{row.name}{size}", []).append(row)
+    return groups
+
+
+def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Path:
+    """Draw runs of one task, dataset and protocol as a PNG.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import FuncFormatter, LogLocator
+    except ImportError as error:
+        raise MissingExtraError(
+            "the plot needs matplotlib, which is not installed; pip install 'veca[viz]'."
+        ) from error
+    run = runs[0]
+    rows = [row for one in runs for row in one.rows]
+    metric = run.metric
+    scale = 1.0 if metric == "rmse" else 100.0
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    panels = (("interactions", "interactions in one layer"), ("ms", "ms for one image, measured"))
+    for axis, (cost, text) in zip(axes, panels, strict=True):
+        drawn = []
+        for number, (label, group) in enumerate(curves(rows).items()):
+            style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)]}
+            if group[0].role == "teacher":
+                style = {"color": "black"}
+            known = [row for row in group if getattr(row, cost)]
+            points = [(getattr(row, cost), scale * row.metrics[metric]) for row in known]
+            if group[0].cores is None:
+                # A network without budgets is a level to compare with, wherever it lies.
+                score = scale * group[0].metrics[metric]
+                axis.axhline(score, linestyle="--", linewidth=1, label=label, **style)
+                axis.plot(*zip(*points, strict=True), "s", **style) if points else None
+            elif points:
+                axis.plot(*zip(*points, strict=True), "o-", label=label, **style)
+                for row, point in zip(known, points, strict=True):
+                    axis.annotate(
+                        f"{row.cores}", point, (0, 5), textcoords="offset points", fontsize=7
+                    )
+            drawn += [x for x, _ in points]
+        if drawn:
+            axis.set_xscale("log")
+            axis.minorticks_off()
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_xlabel(text)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel(metric_title(metric))
+    if axes[0].get_legend_handles_labels()[0]:
+        axes[0].legend(fontsize=8)
+    figure.suptitle(title or run.title, fontsize=11)
+    with atomic_write(path, "wb") as file:
+        figure.savefig(file, format="png", dpi=150)
+    return Path(path)
+
+
+def best_text(run: Run) -> str:
+    """The best row in words, for a line on the terminal."""
+    rows = sorted(run.rows, key=lambda row: run.score(row), reverse=run.higher_is_better)
+    score = show_metric(run.metric, run.score(rows[0]))
+    return f"best: {rows[0].label}, {metric_title(run.metric)} {score}"

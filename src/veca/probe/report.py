@@ -1,0 +1,144 @@
+"""Many runs on one page: tables and plots, grouped by what can be compared."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from veca.errors import MissingExtraError
+from veca.html import Page
+from veca.probe.plot import plot
+from veca.probe.record import Row, Run, find_runs
+from veca.probe.table import (
+    cells,
+    explain,
+    header,
+    machine_line,
+    metric_title,
+    ordered,
+    show_metric,
+    verified,
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one task on the same images with the same constants: their rows compare."""
+
+    title: str
+    runs: list[Run]
+
+    @property
+    def rows(self) -> list[tuple[Run, Row]]:
+        pairs = [(run, row) for run in self.runs for row in run.rows]
+        order = ordered([row for _, row in pairs])
+        return sorted(pairs, key=lambda pair: order.index(pair[1]))
+
+
+@dataclass(frozen=True)
+class Report:
+    page: Path
+    groups: list[Group]
+    pictures: list[Path]
+    missing_plots: str = ""
+    """Why there are no pictures, if so."""
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group runs that can be compared; protocols or data that differ at all are kept apart."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        used = {k: v for k, v in run.protocol.items() if k not in ("name", "timing", "description")}
+        key = json.dumps([run.task, run.dataset, used], sort_keys=True)
+        groups.setdefault(key, []).append(run)
+    titles = [members[0].title for members in groups.values()]
+    named = []
+    for (key, members), title in zip(groups.items(), titles, strict=True):
+        if titles.count(title) > 1:
+            # Same names, other constants or other images: told apart by a short hash.
+            title += f" [{hashlib.sha256(key.encode()).hexdigest()[:6]}]"
+        named.append(Group(title, members))
+    return sorted(named, key=lambda group: group.title)
+
+
+def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
+    """Join every run in a folder and below into one HTML page.
+
+    Args:
+        out: the page; by default `report.html` in the folder. Pictures go beside it.
+    """
+    root = Path(folder).expanduser()
+    groups = group_runs([run for _, run in find_runs(root)])
+    target = Path(out).expanduser() if out is not None else root / "report.html"
+    page = Page("Probes of frozen backbones")
+    page.text(
+        "Each part holds runs on the same images with the same constants; scores of different "
+        "parts do not compare."
+    )
+    page.heading("Summary")
+    page.table(
+        ["task", "dataset", "protocol", "score", "teacher", "best student", "kept"], _all(groups)
+    )
+    pictures: list[Path] = []
+    missing = ""
+    for group in groups:
+        run = group.runs[0]
+        page.heading(group.title)
+        page.text(f"{run.protocol['description']}.")
+        page.table(header(run), [cells(one, row) for one, row in group.rows])
+        page.text(explain(run), "small")
+        name = f"{target.stem}-{re.sub('[^a-z0-9]+', '-', group.title.lower()).strip('-')}.png"
+        try:
+            if not missing:
+                pictures.append(plot(target.parent / name, group.runs, group.title))
+                page.picture(name, f"{group.title}: score against compute")
+        except MissingExtraError as error:
+            missing = str(error)
+        for note in dict.fromkeys(n for one in group.runs for n in [*one.notes, *verified(one)]):
+            page.text(note, "small")
+        for one in group.runs:
+            page.text(one.command, "small") if one.command else None
+            page.text(machine_line(one), "small")
+    if missing:
+        page.text(f"No plots: {missing}", "note")
+    page.write(target)
+    return Report(target, groups, pictures, missing)
+
+
+def _all(groups: Sequence[Group]) -> list[list[str]]:
+    """One line a group: the teacher, the best student, and how much it keeps."""
+    lines = []
+    for group in groups:
+        run = group.runs[0]
+        rows = [row for _, row in group.rows]
+        sign = -1 if run.higher_is_better else 1
+        teachers = [row for row in rows if row.role == "teacher"]
+        students = sorted(
+            (row for row in rows if row.role == "student"), key=lambda row: sign * run.score(row)
+        )
+        lines.append(
+            [
+                run.task,
+                run.dataset["name"],
+                run.protocol["name"],
+                metric_title(run.metric),
+                _named(run, teachers[:1]),
+                _named(run, students[:1]),
+                _kept(students[:1]),
+            ]
+        )
+    return lines
+
+
+def _named(run: Run, rows: Sequence[Row]) -> str:
+    return ", ".join(f"{show_metric(run.metric, run.score(r))} ({r.label})" for r in rows)
+
+
+def _kept(rows: Sequence[Row]) -> str:
+    shares: list[Any] = [row.retention_teacher for row in rows if row.retention_teacher is not None]
+    return f"{100 * shares[0]:.1f} %" if shares else ""

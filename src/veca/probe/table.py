@@ -1,0 +1,187 @@
+"""The table of a run: for the terminal, as Markdown and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from veca.files import atomic_write_text
+from veca.probe.record import Row, Run, write_run
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Beside the score that retention is computed of.
+_ALSO = {"segmentation": ("macc", "aacc"), "depth": ("abs_rel", "delta1")}
+_PERCENT = {"top1", "mean_class_top1", "miou", "macc", "aacc", "delta1"}
+_TITLES = {
+    "top1": "top-1 %",
+    "mean_class_top1": "mean class %",
+    "miou": "mIoU %",
+    "macc": "mAcc %",
+    "aacc": "pixel acc. %",
+    "rmse": "RMSE m",
+    "abs_rel": "abs rel",
+    "delta1": "delta1 %",
+}
+
+
+def metric_title(metric: str) -> str:
+    return _TITLES.get(metric, metric)
+
+
+def show_metric(metric: str, value: float) -> str:
+    """A score as tables show it: percent with two digits, or four digits of metres."""
+    return f"{100 * value:.2f}" if metric in _PERCENT else f"{value:.4f}"
+
+
+def shown_metrics(run: Run) -> list[str]:
+    return [run.metric, *_ALSO.get(run.task, ())]
+
+
+def header(run: Run) -> list[str]:
+    scores = [metric_title(metric) for metric in shown_metrics(run)]
+    costs = ["interactions", "GFLOPs", "ms"]
+    return ["backbone", "cores", "px", *scores, "of teacher", "of full", *costs]
+
+
+def cells(run: Run, row: Row) -> list[str]:
+    """One row of the table as text; empty where there is nothing to say."""
+    scores = [show_metric(metric, row.metrics[metric]) for metric in shown_metrics(run)]
+    return [
+        row.name,
+        "" if row.cores is None else str(row.cores),
+        str(row.size or f"{row.input[0]}x{row.input[1]}"),
+        *scores,
+        _percent(row.retention_teacher if row.role != "teacher" else None),
+        _percent(row.retention_full),
+        "" if row.interactions is None else f"{row.interactions:,}",
+        "" if row.flops is None else f"{row.flops / 1e9:.2f}",
+        "" if row.ms is None else f"{row.ms:.1f}",
+    ]
+
+
+def ordered(rows: Sequence[Row]) -> list[Row]:
+    """By size; the teacher first, then students by budget, then baselines."""
+    roles = {"teacher": 0, "student": 1, "baseline": 2}
+    return sorted(
+        rows, key=lambda row: (row.size, roles.get(row.role, 3), row.name, row.cores or 0)
+    )
+
+
+def rich_table(run: Run) -> Table:
+    """For the terminal."""
+    from rich.table import Table
+
+    table = Table(title=run.title)
+    for i, title in enumerate(header(run)):
+        table.add_column(title, justify="left" if i == 0 else "right")
+    for row in ordered(run.rows):
+        table.add_row(*cells(run, row))
+    return table
+
+
+def markdown(run: Run) -> str:
+    """The table, what it was measured with and how to repeat it."""
+    head = header(run)
+    lines = [f"# {run.title}", "", run.protocol["description"] + ".", ""]
+    if run.command:
+        lines += ["```", run.command, "```", ""]
+    lines.append("| " + " | ".join(head) + " |")
+    lines.append("|" + "|".join(["---", *["---:"] * (len(head) - 1)]) + "|")
+    lines += ["| " + " | ".join(cells(run, row)) + " |" for row in ordered(run.rows)]
+    lines += ["", explain(run), ""]
+    lines += [f"- {note}" for note in [*run.notes, *verified(run)]]
+    lines += ["", machine_line(run), ""]
+    return "\n".join(lines)
+
+
+def explain(run: Run) -> str:
+    """What the columns mean, in a few sentences."""
+    first = run.rows[0].details
+    used = {"cls": "the first core (CLS)", "mean": "the mean of the patches"}
+    names = str(first.get("features", "")).split("+")
+    features = " and ".join(used.get(name, "patch features") for name in names)
+    better = "higher" if run.higher_is_better else "lower"
+    kept = "score over" if run.higher_is_better else "error under"
+    return (
+        f"{metric_title(run.metric)}: {better} is better, on {features}. 'of teacher' and 'of "
+        f"full': {kept} that of the teacher and of the full budget, 100 % being as good. "
+        "Interactions: query-key pairs in one layer's attention. ms: median of one image, measured."
+    )
+
+
+def verified(run: Run) -> list[str]:
+    """What `--verify` found, in words."""
+    lines = []
+    for row in run.rows:
+        found = row.details.get("verified")
+        if not isinstance(found, dict):
+            continue
+        facts = []
+        for key, value in found.items():
+            if isinstance(value, dict):
+                facts.append(f"{key}: {_facts(value)}")
+            elif key != "with":
+                facts.append(_facts({key: value}))
+        lines.append(f"{row.label} against {found['with']}: {'; '.join(facts)}")
+    return lines
+
+
+def _facts(table: dict[str, object]) -> str:
+    def show(value: object) -> str:
+        return f"{value:.6g}" if isinstance(value, float) else str(value).lower()
+
+    return ", ".join(f"{key.replace('_', ' ')} {show(value)}" for key, value in table.items())
+
+
+def machine_line(run: Run) -> str:
+    m = run.machine
+    device = m["gpu"] or f"{m['cpu']}, {m['threads']} thread{'s' * (m['threads'] != 1)}"
+    seconds = run.seconds
+    return (
+        f"{device}; torch {m['torch']}, veca {m['veca']}, Python {m['python']}; {m['date']}; "
+        f"{seconds['total']:.0f} s, {seconds['features']:.0f} s of them for features "
+        f"({run.cache['decoded']:,} images decoded)."
+    )
+
+
+def csv_text(run: Run) -> str:
+    """One line a row, numbers as they are; every metric, and what tells runs apart."""
+    metrics = list(dict.fromkeys(name for row in run.rows for name in row.metrics))
+    names = [
+        "task", "dataset", "protocol", "backbone", "role", "cores", "size", "height", "width",
+        *metrics, "retention_teacher", "retention_full", "interactions", "flops", "ms",
+        "spread_ms", "device", "threads", "torch", "veca", "date",
+    ]  # fmt: skip
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(names)
+    m = run.machine
+    for row in ordered(run.rows):
+        values = [
+            run.task, run.dataset["name"], run.protocol["name"], row.name, row.role, row.cores,
+            row.size, *row.input, *(row.metrics.get(name) for name in metrics),
+            row.retention_teacher, row.retention_full, row.interactions, row.flops, row.ms,
+            row.spread_ms, m["gpu"] or m["cpu"], m["threads"], m["torch"], m["veca"], m["date"],
+        ]  # fmt: skip
+        writer.writerow(
+            "" if value is None else f"{value:.6g}" if isinstance(value, float) else value
+            for value in values
+        )
+    return out.getvalue()
+
+
+def write_tables(run: Run, folder: str | Path) -> list[Path]:
+    """`results.json`, `results.csv` and `results.md`."""
+    target = Path(folder)
+    atomic_write_text(target / "results.csv", csv_text(run))
+    atomic_write_text(target / "results.md", markdown(run))
+    return [write_run(run, target), target / "results.csv", target / "results.md"]
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"

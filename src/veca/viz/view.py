@@ -1,0 +1,215 @@
+"""One photo as a model sees it, at any budget: what all figures of the photo are drawn from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeGuard
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from veca.errors import InputError
+from veca.images import Size, Source, preprocess, read_image
+from veca.model import Veca, check_budget
+
+_WIDEST = 3.0  # a panel's width over its height, at most; a strip is shown smaller
+
+
+class Run(NamedTuple):
+    """A photo at one budget, on the CPU in float32."""
+
+    patches: Tensor
+    """[N, D'] dense features after the last layer."""
+    states: Tensor
+    """[L, C, D'] the cores after each layer, through the final norm."""
+    path: Tensor
+    """[L, C, 2] where the cores stood in each layer, (x, y) in [-1, 1]."""
+
+
+class View:
+    """A photo, fitted to a model's grid; runs are kept, so that figures share them.
+
+    Args:
+        photo: what `veca.images.read_image` takes: a path, bytes, a Pillow image, an array.
+        size: as in `veca.preprocess`: the short side in pixels, (height, width), or None.
+        name: what figures call it; by default the file's name.
+        height: of the pictures drawn of it, in pixels.
+    """
+
+    def __init__(
+        self,
+        model: Veca,
+        photo: Source,
+        size: Size = 512,
+        *,
+        name: str | None = None,
+        height: int = 256,
+    ) -> None:
+        self.model = model
+        self.photo = photo if _is_plain(photo) else read_image(photo)
+        self.size = size
+        self.name = name or (Path(photo).stem if isinstance(photo, (str, Path)) else "photo")
+        self.height = height
+        c = model.config
+        batch = preprocess(
+            self.photo, size, patch_size=c.patch_size, mean=c.image_mean, std=c.image_std
+        )
+        self.pixels = batch.pixels
+        """[1, 3, H, W], normalised."""
+        self.grid = batch.grid
+        """(h, w): patches down and across."""
+        self._runs: dict[int, Run] = {}
+        self._shown: Image.Image | None = None
+
+    @property
+    def shown(self) -> Image.Image:
+        """The photo at the size of a panel."""
+        if self._shown is None:
+            width, height = self.photo.size
+            scale = min(self.height / height, self.height * _WIDEST / width)
+            size = max(1, round(width * scale)), max(1, round(height * scale))
+            self._shown = self.photo.resize(size, Image.Resampling.LANCZOS)
+        return self._shown
+
+    def at(self, size: Size) -> View:
+        """The same photo at another size."""
+        if size == self.size:
+            return self
+        return View(self.model, self.photo, size, name=self.name, height=self.height)
+
+    def run(self, cores: int | None = None) -> Run:
+        """Features, states and paths at a budget, computed once."""
+        budget = check_budget(cores, self.model.config.num_cores)
+        if budget not in self._runs:
+            with inference(self.model):
+                outputs = self.model.forward_intermediates(self._input(), budget)
+            self._runs[budget] = Run(
+                _cpu(outputs[-1].patches[0]),
+                torch.stack([_cpu(out.cores[0]) for out in outputs]),
+                torch.stack([_cpu(out.core_xy[0]) for out in outputs]),
+            )
+        return self._runs[budget]
+
+    def forget(self, keep: Collection[int] = ()) -> None:
+        """Drop the runs of all budgets but those to `keep`, to free their memory."""
+        self._runs = {budget: run for budget, run in self._runs.items() if budget in keep}
+
+    def features(
+        self, cores: int | None = None, layers: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """Dense features [N, D'] after each of `layers` (1..L), by default the last."""
+        depth = self.model.config.depth
+        if layers is None or list(layers) == [depth]:
+            return [self.run(cores).patches]
+        with inference(self.model):
+            outputs = self.model.forward_intermediates(self._input(), cores, layers)
+        return [_cpu(out.patches[0]) for out in outputs]
+
+    def states(self, cores: int | None, layer: int) -> Tensor:
+        """The cores after a layer (1..L), [C, D'], through the final norm."""
+        check_layers(self.model, [layer])
+        return self.run(cores).states[layer - 1]
+
+    def attention(
+        self, cores: int | None = None, layers: Sequence[int] | None = None, kind: str = "norm"
+    ) -> Tensor:
+        """Where each core looks: [layers, C, h, w], each map summing to 1.
+
+        `kind` is "norm", as published, or "softmax", the weights averaged over heads; of those,
+        what goes to other cores is left out before they are made to sum to 1.
+        """
+        with inference(self.model):
+            maps = _cpu(self.model.attention_maps(self._input(), cores, layers, kind=kind)[0])
+        return maps / maps.sum(dim=(-2, -1), keepdim=True).clamp_min(1e-30)
+
+    def patch_at(self, point: tuple[float, float]) -> tuple[int, int]:
+        """The patch (row, column) under a point (x, y) in 0..1 of the photo."""
+        if not all(0 <= value <= 1 for value in point):
+            raise InputError(
+                f"a point is (x, y) from 0 to 1, left to right and top to bottom; got {point}."
+            )
+        h, w = self.grid
+        return min(int(point[1] * h), h - 1), min(int(point[0] * w), w - 1)
+
+    def _input(self) -> Tensor:
+        return self.pixels.to(next(self.model.parameters()).device)
+
+
+def default_budgets(model: Veca, wanted: Sequence[int] = (8, 16, 32, 64)) -> list[int]:
+    """Those of `wanted` that the bank has cores for, or the whole bank."""
+    whole = model.config.num_cores
+    return [c for c in wanted if c <= whole] or [whole]
+
+
+def check_budgets(model: Veca, cores: Sequence[int] | None) -> list[int]:
+    """Budgets a figure was asked for, or the usual ones."""
+    if cores is None:
+        return default_budgets(model)
+    if not cores:
+        raise InputError("no budgets were given; a figure needs at least one, such as 32.")
+    return [check_budget(c, model.config.num_cores) for c in cores]
+
+
+def check_layers(model: Veca, layers: Sequence[int] | None) -> None:
+    """Refuse layers that a model does not have."""
+    depth = model.config.depth
+    for layer in layers or ():
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 1 <= layer <= depth:
+            raise InputError(f"layers are numbered 1 to {depth}, got {layer!r}.")
+
+
+def default_layers(model: Veca, count: int = 4) -> list[int]:
+    """The first layer, the last, and some evenly between: 1, 5, 8, 12 of twelve."""
+    depth = model.config.depth
+    if count == 1 or depth == 1:
+        return [depth]
+    steps = (1 + i * (depth - 1) / (count - 1) for i in range(count))
+    return sorted({round(step) for step in steps})
+
+
+def unique_names(views: Sequence[View]) -> list[tuple[str, View]]:
+    """Views with names that differ, as names of files: two folders may hold an x.jpg each."""
+    named: dict[str, View] = {}
+    for view in views:
+        stem = unique = file_stem(view.name)
+        number = 1
+        while unique in named:
+            number += 1
+            unique = f"{stem}-{number}"
+        named[unique] = view
+    return list(named.items())
+
+
+def file_stem(name: str) -> str:
+    """A name as a part of a file's name."""
+    kept = "".join(c if c.isalnum() or c in "._-" else "_" for c in name).strip("._")
+    return kept[:80] or "photo"
+
+
+@contextlib.contextmanager
+def inference(model: Veca) -> Iterator[None]:
+    """No gradients, and the model in evaluation mode for a while."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        if training:
+            model.train()
+
+
+def _is_plain(photo: Source) -> TypeGuard[Image.Image]:
+    """Whether a photo is as `read_image` leaves it: no need for another copy."""
+    return isinstance(photo, Image.Image) and photo.mode == "RGB" and not photo.info
+
+
+def _cpu(tensor: Tensor) -> Tensor:
+    # A clone: what comes out of inference mode cannot take part in ordinary tensor code, and a
+    # slice would keep the whole output alive.
+    with torch.inference_mode(False):
+        return tensor.detach().float().cpu().clone()

@@ -1,0 +1,120 @@
+"""Settings: read from TOML, written as TOML, changed by overrides, refused when wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from distill.small import settings
+from veca.distill import DistillConfig, DistillError, load_config
+from veca.distill.schedule import Phase
+
+
+def test_toml_there_and_back(tmp_path) -> None:
+    config = settings(
+        schedule={
+            "steps": 5,
+            "size": 0,
+            "phases": [{"until": 2, "draw": {"32": 1}}, {"draw": {"48": 1}}],
+        },
+        ema=0.5,
+    )
+    (tmp_path / "c.toml").write_text(config.to_toml())
+    assert load_config(tmp_path / "c.toml") == config
+    assert config.schedule.phases == (Phase({32: 1.0}, until=2), Phase({48: 1.0}))
+
+
+def test_defaults_are_the_papers_first_stage() -> None:
+    config = DistillConfig.from_dict({"schedule": {"steps": 1, "size": 256}})
+    assert config.optimizer.name == "normuon"
+    assert (config.optimizer.lr, config.optimizer.lr_min) == (4e-4, 5e-5)
+    assert (config.optimizer.weight_decay, config.optimizer.mu, config.optimizer.beta2) == (
+        0.015,
+        0.95,
+        0.95,
+    )
+    assert (config.loss.dense, config.loss.mse) == (1.0, 1.0)
+    assert config.data.augment.kind == "paper"
+
+
+def test_overrides(tmp_path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(settings().to_toml())
+    config = load_config(
+        path,
+        overrides=[
+            "optimizer.lr=1e-3",
+            "teachers.0.weight = 2",
+            "nested.budgets=[2, 8]",
+            "student.config.depth=3",
+            "device=cpu",
+        ],
+        data="some/folder",
+        teacher="dinov2-vits14",
+    )
+    assert config.optimizer.lr == 1e-3
+    assert config.teachers[0].weight == 2.0
+    assert config.teachers[0].name == "dinov2-vits14"
+    assert config.nested.budgets == (2, 8)
+    assert config.student.config["depth"] == 3
+    assert config.data.source == "some/folder"
+
+
+def test_a_teacher_can_be_named_without_a_file() -> None:
+    config = load_config(overrides=["schedule.steps=1", "schedule.size=32"], teacher="filters")
+    assert [t.name for t in config.teachers] == ["filters"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": {"lrr": 1.0}}, r"\[optimizer\] 'lrr'; did you mean 'lr'"),
+        ({"sed": 1}, "did you mean 'seed'"),
+        ({"data": {"augment": {"king": "rrc"}}}, "did you mean 'kind'"),
+        ({"teachers": [{"weight": 1.0}]}, "lacks the setting 'name'"),
+        ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be a finite number"),
+        ({"optimizer": {"lr": True}}, "finite number"),
+        ({"schedule": {"batch": 0}}, "schedule.batch must be at least 1"),
+        ({"schedule": {"batch": 2.5}}, "whole number"),
+        ({"schedule": {"epochs": 3}}, "either steps or epochs"),
+        ({"schedule": {"size": 0}}, "either size"),
+        ({"schedule": {"batch_by_size": {"big": 3}}}, "whole numbers as names"),
+        ({"optimizer": {"name": "muno"}}, "did you mean 'muon'"),
+        ({"precision": "fp8"}, "unknown precision"),
+        ({"parallel": "ddpp"}, "did you mean 'ddp'"),
+        ({"ema": 1.0}, "below 1"),
+        ({"optimizer": {"lr_min": 1.0}}, "is above optimizer.lr"),
+        ({"validation": {"every": 5}}, "nothing to validate on"),
+        ({"nested": {"budgets": 8}}, "must be a list"),
+        ({"student": {"compile": 1}}, "true or false"),
+        ({"data": {"augment": {"area": [0.5, 2.0]}}}, "augment.area"),
+    ],
+)
+def test_what_is_wrong_is_said(changes: dict, words: str) -> None:
+    with pytest.raises(DistillError, match=words):
+        settings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "words"),
+    [
+        ("optimizer.lr", "section.name=value"),
+        ("optimizer.lr.fast=1", "one value"),
+        ("teachers.7.weight=1", "from 0 to 0"),
+    ],
+)
+def test_overrides_that_say_nothing(tmp_path, assignment: str, words: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(settings().to_toml())
+    with pytest.raises(DistillError, match=words):
+        load_config(path, overrides=[assignment])
+
+
+def test_files_that_cannot_be_read(tmp_path) -> None:
+    with pytest.raises(DistillError, match="there is no settings file"):
+        load_config(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(DistillError, match="not valid TOML"):
+        load_config(tmp_path / "bad.toml")
+    (tmp_path / "unknown.toml").write_text("seeed = 1")
+    with pytest.raises(DistillError, match=r"unknown\.toml: unknown setting 'seeed'"):
+        load_config(tmp_path / "unknown.toml")

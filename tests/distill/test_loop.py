@@ -1,0 +1,549 @@
+"""Whole runs, each a second or so: what they leave, how they stop and go on, what they refuse."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+import veca
+from distill.small import curve, run, settings
+from veca.data import Augmentation, AugmentConfig, DataError, InMemoryImages, sample_keys
+from veca.distill import (
+    DistillError,
+    DivergedError,
+    checkpoint,
+    distill,
+    export_checkpoint,
+    load_heads,
+    load_targets,
+    read_metrics,
+)
+from veca.distill.checkpoint import CheckpointStore
+from veca.distill.ema import WeightAverage
+from veca.distill.parallel import World
+from veca.distill.samples import filter_teacher, photo_crops
+from veca.distill.setup import open_data
+from veca.distill.trainer import Trainer
+from veca.errors import OutputError, VecaError
+from veca.teachers import CallableTeacher, TeacherError
+from veca.weights import read_provenance
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """One run that went through, with validation and checkpoints: what others compare with."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    changes = {
+        "data": {"hold_out": 7},
+        "validation": {"every": 4, "budgets": [1, 8], "batch": 3},
+        "checkpoint": {"every": 2, "milestones": [2]},
+        "schedule": {"steps": 8},
+    }
+    records = run(out, **changes)
+    return out, changes, records
+
+
+# ------------------------------------------------------------------------------ what it leaves
+
+
+def test_a_student_that_loads_and_says_where_it_comes_from(finished) -> None:
+    out, _, _ = finished
+    model = veca.load(out / "final")
+    assert model.config.num_cores == 8 and model.config.feature_width == 60
+    about = read_provenance(out / "final")
+    assert about["teacher"]["name"] == "filters" and about["teacher"]["licence"] == "Apache-2.0"
+    assert about["data"]["images"] == 17 and "7 of 24" in about["data"]["validation"]
+    assert (about["steps"], about["samples"], about["complete"]) == (8, 32, True)
+    assert about["budgets"] == [1, 2, 3, 4, 5, 6, 7, 8] and about["seed"] == 0
+    assert about["code"].startswith(veca.__version__)
+
+
+def test_metrics_run_and_config(finished) -> None:
+    out, _, records = finished
+    assert [r["step"] for r in records] == list(range(1, 9))
+    assert all(r["size"] == 32 and r["batch"] == 4 for r in records)
+    assert len({tuple(r["cores"]) for r in records}) > 1
+    assert "images_per_second" in records[-1] and "data_wait" in records[-1]
+    about = json.loads((out / "run.json").read_text())
+    assert about["config"] == settings(**finished[1]).to_dict()
+    assert about["provenance"]["data"]["fingerprint"] and about["versions"]["torch"]
+    assert veca.distill.load_config(out / "config.toml") == settings(**finished[1])
+
+
+def test_the_end_says_how_fast_it_was(finished) -> None:
+    (end,) = read_metrics(finished[0], "end")[:1]
+    assert (end["step"], end["samples"], end["stopped"]) == (8, 32, "done")
+    assert end["images_per_second"] > 0 and 0 <= end["data_wait"] <= 1
+
+
+def test_changed_settings_are_named_on_resuming(finished, tmp_path) -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=200)
+    shutil.copytree(finished[0], tmp_path / "run")
+    changes = {**finished[1], "schedule": {"steps": 9}, "optimizer": {"clip": 5.0}}
+    distill(settings(**changes), tmp_path / "run", resume=True, console=console)
+    assert "optimizer.clip 0.0 -> 5.0, schedule.steps 8 -> 9" in text.getvalue()
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 9
+
+
+def test_checkpoints_kept(finished) -> None:
+    store = CheckpointStore(finished[0])
+    best = min(read_metrics(finished[0], "validation"), key=lambda r: r["loss"])["step"]
+    assert store.best_step() == best
+    assert store.steps() == sorted({2, best, 8})
+
+
+def test_validation_is_what_the_exported_student_scores(finished) -> None:
+    """The last validation, again by hand: held-out images, own preprocessing, plain formulas."""
+    out, changes, _ = finished
+    data = open_data(settings(**changes).data, World())
+    held = data.validation_subset
+    views = Augmentation(AugmentConfig(kind="none"))(
+        data.source.images[held], sample_keys(0, 0, held), 32
+    )
+    teacher = filter_teacher()
+    found = teacher.features(views.student, (2, 2))
+    scale = load_targets(out / "final")["filters"]
+    target_cls = (found.cls - scale.cls.mean) / scale.cls.std
+    target = (found.patches - scale.dense.mean) / scale.dense.std
+    model = veca.load(out / "final")
+    mean, std = (
+        torch.tensor(x).view(3, 1, 1) for x in (model.config.image_mean, model.config.image_std)
+    )
+    grid = read_metrics(out, "validation")[-1]["grid"]
+    assert [row["cores"] for row in grid] == [1, 8]
+    for row in grid:
+        with torch.no_grad():
+            said = model((views.student - mean) / std, cores=row["cores"])
+        cos = nn.functional.cosine_similarity(said.cls, target_cls, dim=-1).mean()
+        dense_cos = nn.functional.cosine_similarity(said.patches, target, dim=-1).mean()
+        mse = (said.patches - target).square().mean()
+        assert row["cls_cos"] == pytest.approx(float(cos), abs=1e-4)
+        assert row["cls_mse"] == pytest.approx(
+            float((said.cls - target_cls).square().mean()), abs=1e-4
+        )
+        assert row["dense_cos"] == pytest.approx(float(dense_cos), abs=1e-4)
+        assert row["dense_mse"] == pytest.approx(float(mse), abs=1e-4)
+        loss = (1 - cos) + (1 - dense_cos) + mse
+        assert row["loss"] == pytest.approx(float(loss), abs=1e-4)
+
+
+def test_held_out_images_are_never_trained_on(finished) -> None:
+    data = open_data(settings(**finished[1]).data, World())
+    assert not set(data.subset) & set(data.validation_subset)
+    assert len(data.subset) + len(data.validation_subset) == 24
+
+
+def test_a_checkpoint_becomes_weights(finished, tmp_path) -> None:
+    export_checkpoint(finished[0], tmp_path / "last", which="last")
+    a, b = veca.load(tmp_path / "last"), veca.load(finished[0] / "final")
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    export_checkpoint(finished[0], tmp_path / "early", which=2)
+    assert read_provenance(tmp_path / "early")["complete"] is False
+    with pytest.raises(DistillError, match="no checkpoint 77"):
+        export_checkpoint(finished[0], tmp_path / "x", which=77)
+    with pytest.raises(DistillError, match="no checkpoints"):
+        export_checkpoint(tmp_path, tmp_path / "x")
+
+
+# ---------------------------------------------------------------------------- stop and go on
+
+
+def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch) -> None:
+    _, changes, whole = finished
+    real = Trainer.step
+
+    def step(self, step, batch):
+        if step.number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, step, batch)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    before = signal.getsignal(signal.SIGTERM)
+    result = distill(settings(**changes), tmp_path / "run")
+    assert (result.stopped, result.step) == ("signal", 4)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert read_provenance(result.final)["complete"] is False
+    monkeypatch.undo()
+    again = run(tmp_path / "run", resume=True, **changes)
+    assert curve(again) == curve(whole)
+    launches = json.loads((tmp_path / "run" / "run.json").read_text())["launches"]
+    assert [x["from_step"] for x in launches] == [0, 4]
+
+
+def test_time_is_up_again_and_again(finished, tmp_path) -> None:
+    _, changes, whole = finished
+    results = []
+    while not results or results[-1].stopped != "done":
+        config = settings(**changes, max_minutes=1e-9, ema=0.0)
+        results.append(distill(config, tmp_path / "run", resume=True))
+        assert len(results) < 9
+    assert len(results) > 2 and {r.stopped for r in results[:-1]} == {"time"}
+    assert curve(read_metrics(tmp_path / "run")) == curve(whole)
+    a, b = veca.load(results[-1].final), veca.load(finished[0] / "final")
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_finished_run_can_be_resumed_to_nothing(finished) -> None:
+    result = distill(settings(**finished[1]), finished[0], resume=True)
+    assert result.stopped == "done" and result.step == 8
+    assert curve(read_metrics(finished[0])) == curve(finished[2])
+
+
+def test_a_full_disk_in_the_middle_of_a_run(finished, tmp_path, monkeypatch) -> None:
+    _, changes, whole = finished
+    real = checkpoint.save_file
+
+    def full(tensors, path):
+        if "step-00000004" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(OutputError, match="No space left"):
+        distill(settings(**changes), tmp_path / "run")
+    monkeypatch.undo()
+    assert CheckpointStore(tmp_path / "run").steps() == [2]
+    assert curve(run(tmp_path / "run", resume=True, **changes)) == curve(whole)
+
+
+def test_a_diverged_run_says_where_and_keeps_the_last_good_checkpoint(finished, tmp_path) -> None:
+    class Breaks(nn.Module):
+        calls = 0
+
+        def forward(self, images):
+            self.calls += 1
+            value = images.mean() * (float("nan") if self.calls > 5 else 1.0)
+            return nn.functional.avg_pool2d(images, 16) * value
+
+    teacher = CallableTeacher(Breaks(), width=3, stride=16, name="breaks")
+    config = settings(teachers=[], checkpoint={"every": 2}, schedule={"steps": 8})
+    with pytest.raises(DivergedError, match=r"nan at step 6 .*checkpoint, of step 4, is kept"):
+        distill(config, tmp_path / "run", teachers=[teacher])
+    assert CheckpointStore(tmp_path / "run").steps() == [4]
+    assert [r["step"] for r in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    teacher.fn.calls = -100
+    result = distill(config, tmp_path / "run", teachers=[teacher], resume=True)
+    assert result.stopped == "done" and result.step == 8
+
+
+# ------------------------------------------------------------------------- the same, otherwise
+
+
+def test_in_parts_is_the_same(tmp_path) -> None:
+    whole = run(tmp_path / "a")
+    parts = run(tmp_path / "b", optimizer={"accumulate": 3})
+    teachers = [
+        {"name": "filters", "standardise": True, "standardise_images": 16, "micro_batch": 1}
+    ]
+    micro = run(tmp_path / "c", teachers=teachers)
+    for other in (parts, micro):
+        for a, b in zip(whole, other, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+def test_another_seed_is_another_run(tmp_path) -> None:
+    assert curve(run(tmp_path / "a")) != curve(run(tmp_path / "b", seed=1))
+
+
+def test_several_budgets_on_one_pass_of_the_teacher(tmp_path) -> None:
+    calls = []
+
+    class Counts(nn.Module):
+        def forward(self, images):
+            calls.append(len(images))
+            return nn.functional.avg_pool2d(images, 16)
+
+    teacher = CallableTeacher(Counts(), width=3, stride=16, name="counts")
+    config = settings(teachers=[], nested={"per_step": 3})
+    distill(config, tmp_path, teachers=[teacher])
+    assert calls == [4] * 6
+    assert all(len(set(r["cores"])) == 3 for r in read_metrics(tmp_path))
+
+
+def test_clipping(tmp_path) -> None:
+    free = run(tmp_path / "a")
+    clipped = run(tmp_path / "b", optimizer={"clip": 1e-3})
+    assert free[0]["grad_norm"] == pytest.approx(clipped[0]["grad_norm"])  # as it was before
+    assert curve(free)[2:] != curve(clipped)[2:]
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_other_optimisers_learn_and_resume(tmp_path, name: str) -> None:
+    changes = {"optimizer": {"name": name}, "checkpoint": {"every": 3}}
+    whole = run(tmp_path / "a", **changes)
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    run(tmp_path / "b", max_minutes=1e-9, **changes)
+    assert curve(run(tmp_path / "b", resume=True, **changes)) == curve(whole)
+
+
+def test_nothing_global_is_left_changed(tmp_path) -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    run(tmp_path, schedule={"steps": 1, "warmup": 0})
+    assert torch.equal(torch.rand(3), wanted)
+
+
+# -------------------------------------------------------------------------------- averaged weights
+
+
+def test_average_by_its_definition() -> None:
+    module = nn.Linear(3, 2)
+    average = WeightAverage(module, 0.9)
+    wanted = module.weight.detach().clone()
+    for step in range(1, 30):
+        with torch.no_grad():
+            module.weight.add_(torch.randn_like(module.weight))
+        average.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        wanted = decay * wanted + (1 - decay) * module.weight.detach()
+    assert torch.allclose(average.tensors["weight"], wanted, atol=1e-5)
+    now = module.weight.detach().clone()
+    with average.applied():
+        assert torch.allclose(module.weight, wanted, atol=1e-5)
+    assert torch.equal(module.weight, now)
+
+
+def test_the_average_is_exported_and_resumed(tmp_path) -> None:
+    changes = {"ema": 0.8, "checkpoint": {"every": 3}}
+    result = distill(settings(**changes), tmp_path / "a")
+    found = CheckpointStore(tmp_path / "a").load()
+    model = veca.load(result.final)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, found.sections["ema"][f"backbone.{name}"])
+    assert not torch.equal(model.norm.weight, found.sections["student"]["backbone.norm.weight"])
+    assert read_provenance(result.final)["averaged"] is True
+    distill(settings(**changes, max_minutes=1e-9), tmp_path / "b")
+    again = veca.load(distill(settings(**changes), tmp_path / "b", resume=True).final)
+    assert all(
+        torch.equal(x, y) for x, y in zip(again.parameters(), model.parameters(), strict=True)
+    )
+
+
+# ---------------------------------------------------------------------- stages, teachers, images
+
+
+def test_second_stage_goes_on_from_the_first(finished, tmp_path) -> None:
+    first = finished[0] / "final"
+    config = settings(
+        student={"preset": "", "config": {}, "init": str(first)},
+        schedule={
+            "size": 0,
+            "steps": 6,
+            "phases": [{"until": 2, "draw": {"32": 1.0}}, {"draw": {"32": 0.5, "64": 0.5}}],
+            "batch_by_size": {"64": 2},
+        },
+        data={"hold_out": 7},
+    )
+    result = distill(config, tmp_path)
+    records = read_metrics(tmp_path)
+    assert {r["size"] for r in records[:2]} == {32} and {r["size"] for r in records} == {32, 64}
+    assert all(r["batch"] == (2 if r["size"] == 64 else 4) for r in records)
+    about = read_provenance(result.final)
+    assert about["samples"] == sum(r["batch"] for r in records)
+    assert about["init"]["provenance"]["teacher"]["name"] == "filters"
+    # It learns the very same targets, not newly estimated ones.
+    old, new = (load_targets(p)["filters"] for p in (first, result.final))
+    assert torch.equal(old.dense.mean, new.dense.mean) and torch.equal(old.cls.std, new.cls.std)
+    grid = read_metrics(tmp_path, "validation")[-1]["grid"]
+    assert {(row["size"], row["cores"]) for row in grid} == {
+        (size, cores) for size in (32, 64) for cores in (1, 5, 8)
+    }
+
+
+class Colours(nn.Module):
+    """A patch's mean colour, with a classifier that looks at it."""
+
+    def forward(self, images):
+        return nn.functional.avg_pool2d(images, 16)
+
+
+class Classifying(CallableTeacher):
+    def classify(self, cls):
+        return cls @ torch.tensor([[1.0, -1.0], [0.0, 2.0], [1.0, 1.0]])
+
+
+def test_several_teachers(tmp_path) -> None:
+    teachers = [
+        filter_teacher(),
+        CallableTeacher(Colours(), width=3, stride=16, name="colours"),
+        CallableTeacher(
+            lambda x: (x.mean((2, 3)), nn.functional.max_pool2d(x, 8).unfold(2, 2, 2).amax(-1)
+                       .unfold(3, 2, 2).amax(-1).repeat(1, 2, 1, 1)),
+            width=3, dense_width=6, stride=16, name="both",
+        ),
+    ]  # fmt: skip
+    config = settings(
+        teachers=[
+            {"name": "filters", "standardise": True, "standardise_images": 16},
+            {"name": "colours", "weight": 0.5},
+            {"name": "both", "weight": 2.0, "standardise": True, "standardise_images": 16},
+        ],
+        data={"hold_out": 5},
+    )
+    result = distill(config, tmp_path, teachers=teachers)
+    last = read_metrics(tmp_path)[-1]
+    total = 0.0
+    for name, weight in (("filters", 1.0), ("colours", 0.5), ("both", 2.0)):
+        total += weight * sum(last[f"{part}/{name}"] for part in ("cls", "dense_cos", "dense_mse"))
+    assert last["loss"] == pytest.approx(total, abs=1e-5)
+    assert veca.load(result.final).config.feature_width == 60
+    heads = load_heads(result.final)
+    assert sorted(heads) == ["both", "colours"]
+    assert heads["both"].dense.out_features == 6
+    assert sorted(load_targets(result.final)) == ["both", "filters"]
+    grid = read_metrics(tmp_path, "validation")[-1]["grid"]
+    assert {row["teacher"] for row in grid} == {"filters", "colours", "both"}
+    # And a second stage takes the heads along.
+    again = settings(
+        student={"preset": "", "config": {}, "init": str(result.final)},
+        teachers=[{"name": "filters"}, {"name": "colours"}, {"name": "both"}],
+        optimizer={"lr": 0.0, "lr_min": 0.0},
+        schedule={"steps": 1, "warmup": 0},
+    )
+    final = distill(again, tmp_path / "2", teachers=teachers).final
+    assert torch.equal(load_heads(final)["colours"].cls.weight, heads["colours"].cls.weight)
+
+
+def test_the_teachers_classifier_judges_both(tmp_path) -> None:
+    teacher = Classifying(Colours(), width=3, stride=16, name="colours")
+    table = {"name": "colours", "standardise": True, "standardise_images": 16, "kl": 0.3}
+    distill(settings(teachers=[table]), tmp_path, teachers=[teacher])
+    last = read_metrics(tmp_path)[-1]
+    assert last["kl"] > 0
+    parts = last["cls"] + last["dense_cos"] + last["dense_mse"] + 0.3 * last["kl"]
+    assert last["loss"] == pytest.approx(parts, abs=1e-5)
+
+
+def test_images_of_ones_own(tmp_path) -> None:
+    images = InMemoryImages(
+        torch.randint(0, 256, (9, 3, 40, 40), dtype=torch.uint8),
+        np.arange(9),
+        [f"{i}" for i in range(9)],
+        mode="square",
+        source_fingerprint="mine",
+    )
+    config = settings(data={"source": ""})
+    result = distill(config, tmp_path, source=images, validation=photo_crops("photos:5", 40))
+    assert result.best is not None
+    assert read_provenance(result.final)["data"]["images"] == 9
+
+
+def test_a_folder_with_a_broken_image(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for i in range(12):
+        pixels = np.random.default_rng(i).integers(0, 255, (40, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i:02d}.png")
+    (folder / "99.png").write_bytes(b"not an image")
+    distill(settings(data={"source": str(folder), "workers": 0}), tmp_path / "run")
+    (skipped,) = {r["name"] for r in read_metrics(tmp_path / "run", "skipped")}
+    assert skipped.endswith("99.png")
+    (folder / "99.png").unlink()
+    table = {"source": str(folder), "workers": 0, "in_memory": True, "hold_out": 2}
+    result = distill(settings(data=table), tmp_path / "memory")
+    assert result.stopped == "done"
+    assert list((tmp_path / "cache" / "images").glob("*.safetensors"))
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"data": {"source": ""}}, DistillError, "no images to train on"),
+        ({"data": {"source": "no/such/folder"}}, DataError, "no such file or folder"),
+        ({"data": {"source": "photos:many"}}, DistillError, "photos:200"),
+        ({"data": {"hold_out": 24}}, DataError, "cannot hold out 24 of 24"),
+        ({"teachers": []}, DistillError, "no teacher"),
+        ({"teachers": [{"name": "dinov33-vitb16"}]}, VecaError, "did you mean 'dinov3-vitb16'"),
+        ({"teachers": [{"name": "filters", "kl": 1.0}]}, DistillError, "no classifier"),
+        ({"teachers": [{"name": "filters", "dtype": "int8"}]}, DistillError, "unknown dtype"),
+        ({"teachers": [{"name": "filters"}] * 2}, DistillError, "different names"),
+        ({"schedule": {"size": 40}}, DistillError, "multiples of the patch size 16, got 40"),
+        ({"nested": {"budgets": [4, 9]}}, DistillError, "from 1 to 8"),
+        ({"device": "cuda:9"}, DistillError, "cannot be used here"),
+        ({"parallel": "ddp"}, DistillError, "torchrun"),
+        ({"student": {"preset": "tinny"}}, VecaError, "did you mean 'tiny'"),
+        ({"student": {"preset": "tiny", "config": {"output_width": 7}}}, DistillError, "7 wide"),
+        (
+            {"validation": {"budgets": [99]}, "data": {"hold_out": 3}},
+            DistillError,
+            "validation.budgets must be from 1 to 8",
+        ),
+        (
+            {"schedule": {"steps": 0, "epochs": 1, "size": 0, "batch_by_size": {"48": 2},
+                          "phases": [{"draw": {"32": 1, "48": 1}}]}},
+            DistillError,
+            "epochs need one batch",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_said_before_it_starts(tmp_path, changes, kind, words) -> None:
+    with pytest.raises(kind, match=words):
+        distill(settings(**changes), tmp_path / "run")
+
+
+def test_a_teacher_that_is_refused_is_said(tmp_path, monkeypatch) -> None:
+    def gated(spec, **options):
+        raise TeacherError(f"{spec} is gated; accept its licence on the hub and log in.")
+
+    monkeypatch.setattr("veca.teachers.load_teacher", gated)
+    with pytest.raises(TeacherError, match="accept its licence"):
+        distill(settings(teachers=[{"name": "dinov3-vitb16"}]), tmp_path / "run")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_size_that_no_teacher_can_see(tmp_path) -> None:
+    teacher = CallableTeacher(Colours(), width=3, stride=16, name="t", sizes=[(48, 48)])
+    with pytest.raises(TeacherError, match="does not fall on a grid of 2 x 2"):
+        distill(settings(teachers=[]), tmp_path, teachers=[teacher])
+
+
+def test_an_empty_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(DataError, match="no image"):
+        distill(settings(data={"source": str(tmp_path / "photos")}), tmp_path / "run")
+
+
+def test_a_run_is_not_overwritten_by_accident(finished) -> None:
+    with pytest.raises(DistillError, match="got to step 8; add --resume"):
+        distill(settings(**finished[1]), finished[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"student": {"config": {"depth": 3, "width": 32, "heads": 2, "num_cores": 8}}},
+            "another architecture: its depth is 2, here it is 3",
+        ),
+        ({"optimizer": {"name": "adamw"}}, "made with optimizer 'normuon'"),
+        ({"seed": 3}, "made with seed 0"),
+        ({"data": {"source": "photos:25", "hold_out": 7}}, "other data"),
+    ],
+)
+def test_resuming_something_else_is_refused(finished, changes: dict, words: str) -> None:
+    with pytest.raises(VecaError, match=words):
+        distill(settings(**{**finished[1], **changes}), finished[0], resume=True)
+
+
+def test_a_place_that_cannot_be_written(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DistillError, match="cannot write to"):
+        distill(settings(), tmp_path / "file" / "run")

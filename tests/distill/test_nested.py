@@ -1,0 +1,67 @@
+"""Budgets: published by default, drawn as often as their weights say, by seed and step alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from veca.distill.errors import DistillError
+from veca.distill.nested import BudgetSampler
+
+
+def test_defaults_are_published() -> None:
+    sampler = BudgetSampler(64)
+    assert sampler.budgets == (8, 16, 24, 32, 40, 48, 56, 64)
+    assert sampler.weights == (1, 1, 2, 2, 3, 3, 4, 4)
+
+
+def test_defaults_for_another_bank() -> None:
+    assert BudgetSampler(16).budgets == (2, 4, 6, 8, 10, 12, 14, 16)
+    assert BudgetSampler(3).budgets == (1, 2, 3)
+    assert BudgetSampler(3).weights == (1, 1, 1)
+
+
+def test_a_step_always_draws_the_same() -> None:
+    forwards = [BudgetSampler(64, seed=3).draw(step) for step in range(50)]
+    sampler = BudgetSampler(64, seed=3)
+    backwards = [sampler.draw(step) for step in reversed(range(50))][::-1]
+    assert forwards == backwards
+    assert forwards != [BudgetSampler(64, seed=4).draw(step) for step in range(50)]
+
+
+def test_draws_follow_the_weights() -> None:
+    count = 20_000
+    sampler = BudgetSampler(64)
+    drawn = Counter(sampler.draw(step)[0] for step in range(count))
+    for budget, weight in zip(sampler.budgets, sampler.weights, strict=True):
+        share = weight / 20
+        deviation = (share * (1 - share) / count) ** 0.5
+        assert abs(drawn[budget] / count - share) < 5 * deviation
+
+
+def test_several_budgets_of_a_step_differ() -> None:
+    sampler = BudgetSampler(64, per_step=3)
+    for step in range(100):
+        assert len(set(sampler.draw(step))) == 3
+
+
+def test_weight_zero_is_never_drawn() -> None:
+    sampler = BudgetSampler(64, (8, 16, 64), (0, 1, 1), per_step=2)
+    assert {budget for step in range(200) for budget in sampler.draw(step)} == {16, 64}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"budgets": (8, 80)}, "from 1 to 64"),
+        ({"budgets": (16, 8)}, "increasing"),
+        ({"budgets": (0, 8)}, "from 1 to 64"),
+        ({"budgets": (8, 16), "weights": (1,)}, "2 numbers"),
+        ({"budgets": (8, 16), "weights": (0, 0)}, "not all 0"),
+        ({"budgets": (8, 16), "per_step": 3}, "from 1 to 2"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: dict, words: str) -> None:
+    with pytest.raises(DistillError, match=words):
+        BudgetSampler(64, **arguments)

@@ -1,0 +1,124 @@
+"""Which optimiser moves what, the bank's rows, and states that go by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from conftest import SMALLEST
+from veca import create_model
+from veca.distill import DistillError
+from veca.distill.optim import NAMES, Optimizers, RowAdamW, Split
+from veca.distill.parallel import shard
+from veca.distill.student import Student
+
+
+def make_student() -> Student:
+    return Student(create_model(SMALLEST, output_width=20), [(20, 20), (12, 8)])
+
+
+def test_the_published_split() -> None:
+    split = Split(make_student())
+    block = "backbone.blocks.{}.{}.weight"
+    wanted = {
+        block.format(i, part)
+        for i in range(3)
+        for part in ("attn.q", "attn.k", "attn.v", "attn.out", "ffn.up", "ffn.down")
+    }
+    wanted -= {block.format(2, "ffn.down")}
+    wanted |= {"backbone.project.weight", "heads.1.cls.weight", "heads.1.dense.weight"}
+    assert set(split.matrix) == wanted
+    assert set(split.bank) == {"backbone.bank.tokens", "backbone.bank.coordinates"}
+    assert "backbone.moves.0.head.weight" in split.rest
+    assert "backbone.moves.1.alpha" in split.rest
+    assert "backbone.patch_embed.weight" in split.rest
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_is_moved_by_one_optimiser(name: str) -> None:
+    student = make_student()
+    optimizers = Optimizers(student, name=name, lr=0.1)
+    owned = [id(p) for m in optimizers.members for g in m.param_groups for p in g["params"]]
+    assert sorted(owned) == sorted(id(p) for p in student.parameters())
+    before = [p.detach().clone() for p in student.parameters()]
+    for p in student.parameters():
+        p.grad = torch.randn_like(p)
+    optimizers.step()
+    optimizers.zero_grad()
+    assert all(bool((a != b).any()) for a, b in zip(before, student.parameters(), strict=True))
+    assert all(p.grad is None for p in student.parameters())
+
+
+def test_lr_is_the_same_for_all() -> None:
+    optimizers = Optimizers(make_student())
+    optimizers.set_lr(0.25)
+    assert {g["lr"] for m in optimizers.members for g in m.param_groups} == {0.25}
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(DistillError, match="unknown optimiser 'sgd'"):
+        Optimizers(make_student(), name="sgd")
+
+
+def test_rows_with_gradients_move_as_adamw_moves_them() -> None:
+    options = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.9, 0.99), "eps": 1e-8}
+    start = torch.randn(4, 3)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    mine, reference = RowAdamW([ours], **options), torch.optim.AdamW([theirs], **options)
+    for _ in range(5):
+        ours.grad = torch.randn(4, 3)
+        theirs.grad = ours.grad.clone()
+        mine.step()
+        reference.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_a_row_outside_the_prefix_rests() -> None:
+    """Steps without a gradient leave no trace: the row goes on as if they had not been."""
+    options = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.9, 0.99), "eps": 1e-8}
+    start = torch.randn(4, 3)
+    ours, short = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    mine, other = RowAdamW([ours], **options), RowAdamW([short], **options)
+    for step in range(6):
+        grad = torch.randn(4, 3)
+        if step % 2:
+            grad[2:] = 0  # a small budget
+        before = ours.detach().clone()
+        ours.grad = grad
+        mine.step()
+        if step % 2:
+            assert torch.equal(ours[2:], before[2:])
+            assert not torch.equal(ours[:2], before[:2])
+        else:
+            short.grad = grad.clone()
+            other.step()
+    assert torch.allclose(ours[2:], short[2:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_go_by_name_and_come_back(name: str) -> None:
+    torch.manual_seed(0)
+    first, second = make_student(), make_student()
+    second.load_state_dict(first.state_dict())
+    a = Optimizers(first, name=name, lr=0.1)
+    for _ in range(2):
+        for p in first.parameters():
+            p.grad = torch.randn_like(p)
+        a.step()
+    second.load_state_dict(first.state_dict())
+    b = Optimizers(second, name=name, lr=0.1)
+    stored = {key: value.clone() for key, value in a.state_tensors().items()}
+    assert all("/" in key and key.rpartition("/")[0] in a.parameters for key in stored)
+    b.load_state_tensors(stored, shard)
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        p.grad = torch.randn_like(p)
+        q.grad = p.grad.clone()
+    a.step()
+    b.step()
+    for p, q in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_states_of_another_model_are_refused() -> None:
+    with pytest.raises(DistillError, match="another architecture"):
+        Optimizers(make_student()).load_state_tensors({"nothing/step": torch.zeros(1)}, shard)

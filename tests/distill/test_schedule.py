@@ -1,0 +1,95 @@
+"""Learning rate, sizes and batches of each step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from veca.distill.errors import DistillError
+from veca.distill.nested import BudgetSampler
+from veca.distill.schedule import Phase, Plan, SizeSchedule, learning_rate
+
+PUBLISHED = (
+    Phase({256: 0.35, 384: 0.35, 512: 0.30}, until=7000),
+    Phase({256: 0.15, 384: 0.25, 512: 0.30, 768: 0.30}),
+)
+
+
+def test_learning_rate_warms_up_and_comes_down() -> None:
+    def lr(step: int) -> float:
+        return learning_rate(step, steps=110, warmup=10, lr=1.0, lr_min=0.1)
+
+    assert lr(0) == pytest.approx(0.1)
+    assert lr(5) == pytest.approx(0.55)
+    assert lr(10) == pytest.approx(1.0)
+    assert lr(60) == pytest.approx(0.55)
+    assert lr(110) == pytest.approx(0.1)
+    falling = [lr(step) for step in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)
+
+
+def test_no_warm_up_starts_at_the_top() -> None:
+    assert learning_rate(0, steps=10, warmup=0, lr=1.0, lr_min=0.1) == 1.0
+
+
+def test_one_size_is_always_that_size() -> None:
+    schedule = SizeSchedule([Phase({256: 1.0})], 128)
+    assert {schedule.size(step) for step in range(20)} == {256}
+    assert schedule.batch(0) == 128
+
+
+def test_phases_draw_as_often_as_they_say() -> None:
+    schedule = SizeSchedule(PUBLISHED, 128, {768: 32})
+    first = Counter(schedule.size(step) for step in range(7000))
+    later = Counter(schedule.size(step) for step in range(7000, 27000))
+    assert set(first) == {256, 384, 512}
+    for counts, draw, total in (
+        (first, PUBLISHED[0].draw, 7000),
+        (later, PUBLISHED[1].draw, 20000),
+    ):
+        for size, share in draw.items():
+            assert abs(counts[size] / total - share) < 5 * (share * (1 - share) / total) ** 0.5
+    assert {schedule.batch(s) for s in range(7000, 7100) if schedule.size(s) == 768} == {32}
+    assert schedule.sizes == (256, 384, 512, 768)
+
+
+def test_a_size_depends_on_seed_and_step_alone() -> None:
+    reordered = [
+        Phase(dict(reversed(phase.draw.items())), until=phase.until) for phase in PUBLISHED
+    ]
+    a, b = SizeSchedule(PUBLISHED, 8, seed=1), SizeSchedule(reordered, 8, seed=1)
+    assert [a.size(s) for s in range(6900, 7100)] == [b.size(s) for s in range(6900, 7100)]
+
+
+@pytest.mark.parametrize(
+    ("phases", "words"),
+    [
+        ([], "at least one phase"),
+        ([Phase({256: 1.0}), Phase({384: 1.0})], "until"),
+        ([Phase({256: 1.0}, until=9), Phase({384: 1.0}, until=5), Phase({8: 1.0})], "in order"),
+        ([Phase({256: 0.0})], "not all 0"),
+    ],
+)
+def test_phases_that_make_no_sense_are_refused(phases: list, words: str) -> None:
+    with pytest.raises(DistillError, match=words):
+        SizeSchedule(phases, 8)
+
+
+def test_a_batch_for_a_size_that_never_comes_is_refused() -> None:
+    with pytest.raises(DistillError, match="no phase draws"):
+        SizeSchedule([Phase({256: 1.0})], 8, {384: 4})
+
+
+def test_plan_joins_everything() -> None:
+    plan = Plan(
+        SizeSchedule(PUBLISHED, 128, seed=5),
+        BudgetSampler(64, seed=5),
+        steps=10,
+        warmup=2,
+        lr=1.0,
+        lr_min=0.0,
+    )
+    steps = list(plan.from_step(4))
+    assert [step.number for step in steps] == [4, 5, 6, 7, 8, 9]
+    assert steps[0] == plan.step(4)

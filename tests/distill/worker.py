@@ -1,0 +1,63 @@
+"""A process that the tests start and kill: python worker.py OUT SETTINGS(JSON) [KILLED_IN_SAVE]."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from veca.distill import DistillConfig, checkpoint, distill
+from veca.distill.trainer import Trainer
+
+
+def kill_in_save(step: int) -> None:
+    """Die by SIGKILL when the first file of a checkpoint is half written."""
+    real = checkpoint.save_file
+
+    def save_file(tensors, path: Path) -> None:
+        real(tensors, path)
+        if f"step-{step:08d}" in str(path):
+            path.write_bytes(path.read_bytes()[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint.save_file = save_file
+
+
+def lose_worker(step: int) -> None:
+    """Have the last rank die by SIGKILL at a step, the first time the job is started."""
+    real = Trainer.step
+
+    def one_step(self, planned, batch):
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if first and planned.number == step and self.world.rank == self.world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(self, planned, batch)
+
+    Trainer.step = one_step
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out, table = Path(sys.argv[1]), json.loads(sys.argv[2])
+    for option in sys.argv[3:]:
+        name, _, step = option.partition("=")
+        {"kill_in_save": kill_in_save, "lose_worker": lose_worker}[name](int(step))
+    parallel = table.pop("parallels", None)
+    if parallel is None:
+        distill(DistillConfig.from_dict(table), out, resume=True)
+        return
+    # Several kinds in one start, which saves starting torch for each.
+    torch.distributed.init_process_group("gloo")
+    for kind in parallel:
+        config, stopped = DistillConfig.from_dict({**table, "parallel": kind}), "time"
+        while stopped == "time":
+            stopped = distill(config, out / kind, resume=True).stopped
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

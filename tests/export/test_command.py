@@ -1,0 +1,69 @@
+"""`veca export`: weights in, files and reports out, one line a file."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+
+import veca
+from conftest import SMALLEST, stirred
+from veca.cli.export import _name, export
+from veca.errors import InputError, OutputError, WeightsError
+from veca.export import load_exported
+
+
+@pytest.fixture
+def run(tmp_path):
+    torch.manual_seed(0)
+    veca.save(stirred(veca.create_model(SMALLEST)), tmp_path / "my weights")
+    app = typer.Typer()
+    app.command()(export)
+
+    def call(*args, weights=tmp_path / "my weights", out=tmp_path / "out"):
+        return app([str(a) for a in (weights, "--out", out, *args)], standalone_mode=False)
+
+    return call
+
+
+def test_files_reports_and_lines(run, tmp_path, capsys):
+    run("--to", "torch-export", "--cores", "2,any", "--check-sizes", "32x48, 64x32")
+    out = tmp_path / "out"
+    names = ["my-weights_anycores.pt2", "my-weights_cores2.pt2"]
+    assert sorted(p.name for p in out.glob("*.pt2")) == names
+    report = json.loads((out / "my-weights_cores2.pt2.json").read_text())
+    sizes = {(c["height"], c["width"]) for c in report["verification"]["checks"]}
+    assert sizes == {(32, 48), (64, 32)}
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "my-weights_cores2.pt2: 0." in printed
+    assert "in 4 checks (in my-weights_cores2.pt2.json)" in printed
+
+    model, images = veca.load(tmp_path / "my weights"), torch.randn(1, 3, 48, 32)
+    with torch.no_grad():
+        wanted = model(images, cores=3).patches
+    found = load_exported(out / names[0])(images, cores=3).patches
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_bad_options_are_named(run, tmp_path):
+    with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
+        run("--size", "512")
+    with pytest.raises(InputError, match="--cores must be whole numbers"):
+        run("--cores", "8,many")
+    with pytest.raises(InputError, match="multiples of the patch size 16"):
+        run("--to", "torch-export", "--size", "50x64")
+    with pytest.raises(WeightsError):
+        run(weights=tmp_path / "nothing")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError):
+        run("--to", "torch-export", out=tmp_path / "file")
+
+
+def test_names_of_files_from_names_of_weights():
+    assert _name("veca_tiny_patch16") == "veca_tiny_patch16"
+    assert _name("some/where/my weights/") == "my-weights"
+    assert _name("owner/name@v1.0") == "name"
+    assert _name("x/y.safetensors") == "y"
+    assert _name("..") == "veca"

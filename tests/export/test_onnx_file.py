@@ -1,0 +1,194 @@
+"""ONNX files, run by onnxruntime alone and compared with the plain model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import veca
+from veca.errors import InputError
+from veca.export import ExportError, export_model, load_exported
+
+onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+
+NAMES = ["cls", "patches", "core_tokens", "core_xy"]
+ROOT = Path(__file__).parents[2]
+
+
+def session(path):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def expected(model, images, cores):
+    with torch.no_grad():
+        out = model(torch.from_numpy(images), cores=cores)
+    return [out.cls, out.patches, out.cores, out.core_xy]
+
+
+@pytest.mark.parametrize("cores", [1, 3, 16])
+@pytest.mark.parametrize("shape", [(1, 48, 80), (3, 224, 32), (2, 16, 16), (5, 16, 208)])
+def test_one_graph_is_the_model_at_any_batch_size_and_budget(model, onnx_any, shape, cores):
+    batch, height, width = shape
+    images = np.random.default_rng(0).normal(size=(batch, 3, height, width)).astype(np.float32)
+    found = session(onnx_any.path).run(NAMES, {"images": images, "cores": np.array(cores)})
+    for value, wanted in zip(found, expected(model, images, cores), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), rtol=0, atol=2e-5)
+
+
+def test_the_report_says_what_was_checked(model, onnx_any):
+    report = json.loads(onnx_any.report.read_text())
+    assert onnx_any.report.name == "small_anycores.onnx.json"
+    assert report["sha256"] == hashlib.sha256(onnx_any.path.read_bytes()).hexdigest()
+    assert report["bytes"] == onnx_any.path.stat().st_size == onnx_any.bytes
+    assert report["weights_sha256"] == veca.weights.weights_hash(model)
+    assert report["opset"] >= 18
+    verification = report["verification"]
+    assert verification["traced"] == {"batch": 2, "patches": [3, 5]}
+    checked = {(c["batch"], c["height"], c["width"], c["cores"]) for c in verification["checks"]}
+    assert checked == {
+        (batch, *size, cores)
+        for batch in (1, 3)
+        for size in ((96, 64), (32, 112))
+        for cores in (1, 8, 16)
+    }
+    largest = max(max(c["differences"].values()) for c in verification["checks"])
+    assert verification["max_difference"] == largest == onnx_any.max_difference
+    assert 0 < largest < 1e-3
+
+
+def test_names_and_facts_are_in_the_file(onnx_any):
+    opened = session(onnx_any.path)
+    shapes = {entry.name: entry.shape for entry in opened.get_inputs()}
+    assert shapes == {"images": ["batch", 3, "16*rows", "16*columns"], "cores": []}
+    outputs = {entry.name: entry.shape for entry in opened.get_outputs()}
+    assert list(outputs) == NAMES
+    assert outputs["core_xy"] == ["batch", "cores", 2]
+    assert outputs["cls"] == ["batch", 48]
+    facts = json.loads(opened.get_modelmeta().custom_metadata_map["veca"])
+    assert facts["image_mean"] == [0.485, 0.456, 0.406]
+    assert facts["cores"] == "any"
+    assert facts["config"]["depth"] == 2
+
+
+def test_nothing_of_this_machine_is_in_the_file(onnx_any, torch_any):
+    for path in (onnx_any.path, torch_any.path):
+        data = path.read_bytes()
+        assert str(Path(veca.__file__).parent).encode() not in data
+        assert b"site-packages" not in data
+
+
+@pytest.mark.parametrize("sides", [(50, 64), (64, 79), (10, 16)])
+def test_a_size_off_the_grid_is_refused_in_words(onnx_any, sides):
+    images = np.zeros((1, 3, *sides), np.float32)
+    with pytest.raises(Exception, match="image height and width must be multiples of 16"):
+        session(onnx_any.path).run(NAMES, {"images": images, "cores": np.array(4)})
+
+
+@pytest.mark.parametrize("cores", [0, 17, -1])
+def test_a_budget_out_of_range_is_refused_in_words(onnx_any, cores):
+    images = np.zeros((1, 3, 32, 32), np.float32)
+    with pytest.raises(Exception, match="cores must be from 1 to 16"):
+        session(onnx_any.path).run(NAMES, {"images": images, "cores": np.array(cores)})
+
+
+def test_fixed_budget_size_and_half_precision(model, tmp_path):
+    (entry,) = export_model(model, tmp_path, cores=4, size=(64, 96), dtype="float16")
+    assert entry.path.name == "veca_cores4_64x96_float16.onnx"
+    assert [(c.batch, c.height, c.width, c.cores) for c in entry.checks] == [
+        (1, 64, 96, 4),
+        (3, 64, 96, 4),
+    ]
+    opened = session(entry.path)
+    assert [(i.name, i.type, i.shape) for i in opened.get_inputs()] == [
+        ("images", "tensor(float)", ["batch", 3, 64, 96])
+    ]
+    images = np.random.default_rng(1).normal(size=(2, 3, 64, 96)).astype(np.float32)
+    found = opened.run(NAMES, {"images": images})
+    assert [value.dtype.name for value in found] == ["float16"] * 3 + ["float32"]
+    for value, wanted in zip(found, expected(model, images, 4), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), rtol=0, atol=3e-2)
+        # Half precision it is, and not single in disguise.
+        assert np.abs(value - wanted.numpy()).max() > 1e-5
+    with pytest.raises(Exception, match=r"Got: 80 Expected: 96"):
+        opened.run(NAMES, {"images": np.zeros((1, 3, 64, 80), np.float32)})
+
+    exported = load_exported(entry.path)
+    assert (exported.cores, exported.size) == (4, (64, 96))
+    with pytest.raises(InputError, match="64 x 96 pixels, got 96 x 64"):
+        exported(torch.zeros(1, 3, 96, 64))
+    with pytest.raises(InputError, match="exported for 4 cores, got cores=5"):
+        exported(torch.zeros(1, 3, 64, 96), cores=5)
+
+
+def test_load_exported_is_called_like_the_model(model, onnx_any):
+    exported = load_exported(onnx_any.path)
+    assert exported.config == model.config
+    images = torch.randn(2, 3, 32, 64)
+    with torch.no_grad():
+        wanted = model(images, cores=5)
+    found = exported(images, cores=5)
+    torch.testing.assert_close(found.feature_map(), wanted.feature_map(), rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.cls, wanted.cls, rtol=0, atol=2e-5)
+    assert found.grid == (2, 4)
+    assert exported(images).cores.shape == (2, 16, 48)
+    with pytest.raises(InputError, match="multiples of the patch size 16, got 40 x 64"):
+        exported(torch.zeros(1, 3, 40, 64))
+    with pytest.raises(InputError, match="from 1 to 16"):
+        exported(images, cores=17)
+    with pytest.raises(InputError, match="NaN"):
+        exported(torch.full((1, 3, 32, 32), torch.nan))
+    with pytest.raises(InputError, match="onnxruntime cannot run on 'tpu'"):
+        load_exported(onnx_any.path, device="tpu")
+
+
+def test_files_that_are_not_ours(tmp_path):
+    with pytest.raises(InputError, match="there is no file"):
+        load_exported(tmp_path / "none.onnx")
+    (tmp_path / "bad.onnx").write_bytes(b"not a model")
+    with pytest.raises(ExportError, match=r"bad\.onnx cannot be opened by onnxruntime"):
+        load_exported(tmp_path / "bad.onnx")
+    with pytest.raises(InputError, match=r"ending in \.onnx, \.pt2"):
+        load_exported(tmp_path / "model.bin")
+
+
+def test_the_example_needs_neither_torch_nor_veca(model, onnx_any, tmp_path):
+    Image.effect_mandelbrot((90, 60), (-2, -1, 1, 1), 50).convert("RGB").save(tmp_path / "a.png")
+    script = (
+        "import sys, runpy; sys.modules['torch'] = sys.modules['veca'] = None;"
+        f"sys.argv = ['x', {str(onnx_any.path)!r}, 'a.png', '--cores', '6', '--side', '64'];"
+        f"runpy.run_path({str(ROOT / 'examples' / 'onnx_features.py')!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "feature_map  float32 [4, 6, 48]" in done.stdout
+    found = np.load(tmp_path / "features.npz")
+    batch = veca.preprocess(tmp_path / "a.png", size=64)
+    with torch.no_grad():
+        wanted = model(batch.pixels, cores=6)
+    np.testing.assert_allclose(found["cls"], wanted.cls.numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found["patches"], wanted.patches.numpy(), rtol=0, atol=1e-4)
+
+
+def test_the_tiny_preset(tmp_path):
+    torch.manual_seed(0)
+    model = veca.create_model("tiny").eval()
+    (entry,) = export_model(model, tmp_path, cores=64, name="tiny", check_sizes=[(224, 224)])
+    assert entry.max_difference < 1e-3
+    images = np.random.default_rng(0).normal(size=(1, 3, 256, 384)).astype(np.float32)
+    found = session(entry.path).run(NAMES, {"images": images})
+    for value, wanted in zip(found, expected(model, images, 64), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), rtol=0, atol=1e-3)

@@ -1,0 +1,112 @@
+"""torch.export files: run by torch alone, and opened only if they hold no pickles."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import torch
+
+from veca.errors import InputError
+from veca.export import ExportError, export_model, load_exported
+from veca.export.graph import trace
+
+
+@pytest.mark.parametrize("cores", [1, 3, 16])
+@pytest.mark.parametrize("shape", [(1, 48, 80), (3, 224, 32)])
+def test_one_program_is_the_model_at_any_batch_size_and_budget(model, torch_any, shape, cores):
+    program = torch.export.load(torch_any.path).module()
+    images = torch.randn(shape[0], 3, *shape[1:])
+    with torch.no_grad():
+        found, wanted = program(images, torch.tensor(cores)), model(images, cores=cores)
+    assert list(found) == ["cls", "patches", "core_tokens", "core_xy"]
+    torch.testing.assert_close(found["cls"], wanted.cls, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["patches"], wanted.patches, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["core_tokens"], wanted.cores, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found["core_xy"], wanted.core_xy, rtol=0, atol=1e-5)
+
+
+def test_it_runs_without_this_package(torch_any):
+    script = (
+        "import sys, torch; sys.modules['veca'] = None;"
+        "f = torch.export.load(sys.argv[1]).module();"
+        "print(list(f(torch.zeros(1, 3, 32, 64), torch.tensor(2))['patches'].shape))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(torch_any.path)], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[1, 8, 48]", done.stderr
+
+
+def test_a_size_off_the_grid_is_refused(torch_any):
+    program = torch.export.load(torch_any.path).module()
+    with pytest.raises(Exception, match="16"):
+        program(torch.zeros(1, 3, 50, 64), torch.tensor(2))
+
+
+def test_fixed_budget_size_and_half_precision(model, tmp_path):
+    (entry,) = export_model(
+        model, tmp_path, to="torch-export", cores=[4], size=(64, 96), dtype="float16"
+    )
+    assert entry.path.name == "veca_cores4_64x96_float16.pt2"
+    exported = load_exported(entry.path)
+    images = torch.randn(3, 3, 64, 96)
+    with torch.no_grad():
+        wanted = model(images, cores=4)
+    found = exported(images)
+    assert found.patches.dtype == torch.float16
+    torch.testing.assert_close(found.patches.float(), wanted.patches, rtol=0, atol=3e-2)
+
+
+def test_load_exported_is_called_like_the_model(model, torch_any):
+    exported = load_exported(torch_any.path)
+    images = torch.randn(1, 3, 32, 64)
+    with torch.no_grad():
+        wanted = model(images, cores=5)
+    torch.testing.assert_close(exported(images, cores=5).cores, wanted.cores, rtol=0, atol=1e-5)
+    with pytest.raises(InputError, match="multiples of the patch size 16"):
+        exported(torch.zeros(1, 3, 40, 64))
+    with pytest.raises(InputError, match="at least 2 patches a side, got 1 x 4"):
+        exported(torch.zeros(1, 3, 16, 64))
+    with pytest.raises(InputError, match="device 'nowhere' cannot be used"):
+        load_exported(torch_any.path, device="nowhere")
+
+
+def test_a_file_with_pickles_is_refused_unread(model, torch_any, tmp_path):
+    # A program saved as torch does it carries its example, pickled.
+    usual = tmp_path / "usual.pt2"
+    torch.export.save(trace(model, 4, (32, 32)), usual)
+    with pytest.raises(ExportError, match=r"holds data/sample_inputs/model\.pt, unlike"):
+        load_exported(usual)
+
+    for name, content in {"data/aotinductor/model/x.so": b"code", "extra/y.pkl": b"."}.items():
+        added = tmp_path / "added.pt2"
+        added.write_bytes(torch_any.path.read_bytes())
+        with zipfile.ZipFile(added, "a") as archive:
+            archive.writestr(f"archive/{name}", content)
+        with pytest.raises(ExportError, match="could run code when read"):
+            load_exported(added)
+
+    pickled = tmp_path / "pickled.pt2"
+    with zipfile.ZipFile(torch_any.path) as old, zipfile.ZipFile(pickled, "w") as new:
+        for entry in old.infolist():
+            data = old.read(entry)
+            if entry.filename.endswith("model_weights_config.json"):
+                data = data.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
+            new.writestr(entry.filename, data)
+    with pytest.raises(ExportError, match=r"holds model\.\S+, unlike"):
+        load_exported(pickled)
+
+
+def test_damaged_files(torch_any, tmp_path):
+    (tmp_path / "bad.pt2").write_bytes(b"not an archive")
+    with pytest.raises(ExportError, match="is not a program of"):
+        load_exported(tmp_path / "bad.pt2")
+    with zipfile.ZipFile(tmp_path / "empty.pt2", "w") as archive:
+        archive.writestr("a/b", "")
+    with pytest.raises(ExportError, match="no program"):
+        load_exported(tmp_path / "empty.pt2")
+    with pytest.raises(InputError, match="there is no file"):
+        load_exported(tmp_path / "none.pt2")

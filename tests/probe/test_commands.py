@@ -1,0 +1,147 @@
+"""`veca probe` and `veca report`: from folders to tables and a page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+
+import veca
+from probe import sets
+from veca.cli.probe import _command, _named, default_budgets, parse_budgets, probe
+from veca.cli.report import report
+from veca.errors import InputError, VecaError, WeightsError
+from veca.probe import ProbeError
+
+SMALL = [
+    "--device=cpu", "--threads=1", "--set=timing.repeats=1", "--set=timing.seconds=0.0",
+    "--set=knn.k=[1,3]", "--set=knn.report_k=3", "--size=32",
+]  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    app = typer.Typer()
+    app.command("probe")(probe)
+    app.command("report")(report)
+    return lambda *args: app([str(a) for a in args], standalone_mode=False)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    veca.save(sets.model(), tmp_path / "mine")
+    return tmp_path / "mine"
+
+
+@pytest.fixture
+def pets(tmp_path):
+    return sets.class_folders(tmp_path / "pets")
+
+
+def arguments(pets, weights, out, *more):
+    return [
+        "probe", "knn", "--data", pets, "--dataset", "folder", "--weights", weights,
+        "--out", out, *SMALL, *more,
+    ]  # fmt: skip
+
+
+def test_from_a_folder_to_tables_and_a_page(run, pets, weights, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+    out = tmp_path / "runs" / "a"
+    run(*arguments(pets, weights, out, "--cores", "2,4,...,8", "--teacher", weights))
+    printed = capsys.readouterr().out
+    assert "knn on folder, protocol quick+" in printed and "teacher" in printed
+    assert {p.name for p in out.iterdir()} == {
+        "results.json", "results.csv", "results.md", "plot.png",
+    }  # fmt: skip
+    record = json.loads((out / "results.json").read_text())
+    assert [r["cores"] for r in record["rows"]] == [None, 2, 4, 6, 8]
+    assert record["rows"][-1]["retention_teacher"] == 1.0  # the same weights
+    assert record["protocol"]["knn"]["k"] == [1, 3]
+    assert all(r["ms"] > 0 for r in record["rows"])
+    assert record["command"].startswith("veca probe knn --data pets --dataset folder")
+    assert str(tmp_path) not in (out / "results.json").read_text()
+    assert str(tmp_path) not in (out / "results.md").read_text()
+    run("report", tmp_path / "runs")
+    assert "1 runs, 1 comparisons" in capsys.readouterr().out.replace("\n", " ")
+    assert (tmp_path / "runs" / "report.html").exists()
+
+
+def test_again_replaces_and_another_is_refused(run, pets, weights, tmp_path):
+    out = tmp_path / "out"
+    run(*arguments(pets, weights, out, "--cores=8", "--no-time"))
+    run(*arguments(pets, weights, out, "--cores=8", "--no-time"))
+    record = json.loads((out / "results.json").read_text())
+    assert record["cache"]["decoded"] == 0
+    with pytest.raises(ProbeError, match="holds another run"):
+        run(*arguments(pets, weights, out, "--cores=4", "--no-time"))
+    run(*arguments(pets, weights, out, "--cores=4", "--no-time", "--overwrite", "--no-keep"))
+    assert json.loads((out / "results.json").read_text())["cache"]["decoded"] == 39
+
+
+def test_several_tasks(run, pets, weights, tmp_path):
+    words = arguments(pets, weights, tmp_path / "out", "--cores=8", "--no-time")
+    words[1] = "knn,logreg"
+    run(*words)
+    records = [
+        json.loads((tmp_path / "out" / f"{task}-folder" / "results.json").read_text())
+        for task in ("knn", "logreg")
+    ]
+    assert [record["task"] for record in records] == ["knn", "logreg"]
+    assert [record["cache"]["decoded"] for record in records] == [39, 0]  # features once
+
+
+def test_mistakes(run, pets, weights, tmp_path):
+    out = tmp_path / "out"
+    for more, error, message in (
+        (["--cores=99"], VecaError, "from 1 to 8"),
+        (["--set=knn.kk=1"], ProbeError, "has no constant"),
+        (
+            ["--protocol=dinov3-ade20k", "--set=seed=1"],
+            ProbeError,
+            "nothing about knn|has no const",
+        ),
+        (["--size=x"], InputError, "--size must be"),
+    ):
+        words = [w for w in arguments(pets, weights, out) if "knn." not in str(w)]
+        with pytest.raises(error, match=message):
+            run(*words, *more)
+    with pytest.raises(InputError, match="nothing to probe"):
+        run("probe", "knn", "--data", pets, "--dataset", "folder", *SMALL)
+    with pytest.raises(WeightsError):
+        run(*arguments(pets, tmp_path / "no-such", out))
+    with pytest.raises(InputError, match="--cores are budgets"):
+        run(
+            "probe", "knn", "--data", pets, "--dataset", "folder", "--teacher", weights,
+            "--cores=8", *SMALL,
+        )  # fmt: skip
+    assert not (out / "results.json").exists()
+
+
+def test_budgets():
+    assert parse_budgets("8, 64") == [8, 64]
+    assert parse_budgets("8,16,...,64") == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert parse_budgets("1,4,8,...,16") == [1, 4, 8, 12, 16]
+    for wrong in ("8,...,64", "8,16,...", "8,16,...,63", "16,8,...,64", "a", ""):
+        with pytest.raises(InputError, match="--cores"):
+            parse_budgets(wrong)
+    assert default_budgets(64) == [8, 16, 24, 32, 40, 48, 56, 64]
+    assert default_budgets(4) == [4] and default_budgets(20) == [8, 16, 20]
+
+
+def test_names_of_weights(tmp_path):
+    (tmp_path / "run" / "best").mkdir(parents=True)
+    assert _named(str(tmp_path / "run" / "best")) == ("best", str(tmp_path / "run" / "best"))
+    assert _named("mine=a/b") == ("mine", "a/b")
+    assert _named("veca_small_patch16") == ("veca_small_patch16", "veca_small_patch16")
+
+
+def test_the_command_is_fit_to_publish(tmp_path):
+    options = {
+        "data": tmp_path / "some pets", "weights": [str(tmp_path / "w"), "x"], "verify": True,
+        "size": None,
+    }  # fmt: skip
+    text = _command("knn", options)
+    assert text == "veca probe knn --data 'some pets' --weights w --weights x --verify"

@@ -1,0 +1,195 @@
+"""Tables, plots and the page that joins runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from veca.errors import MissingExtraError
+from veca.probe import ProbeError, load_protocol, write_report, write_tables
+from veca.probe.plot import best_text, curves, plot
+from veca.probe.record import Row, Run, write_run
+from veca.probe.report import group_runs
+from veca.probe.table import cells, csv_text, header, markdown, ordered, rich_table
+
+MACHINE = {
+    "cpu": "Some CPU", "cpu_count": 2, "gpu": "", "os": "Linux", "python": "3.11", "torch": "2.13",
+    "veca": "0.1", "date": "2026-01-02T03:04:05+00:00", "threads": 2,
+}  # fmt: skip
+
+
+def row(name="small", role="student", cores=8, metrics=None, **changes) -> Row:
+    fields = {
+        "size": 224, "input": (224, 224), "grid": (14, 14), "retention_teacher": 0.9,
+        "retention_full": 0.95, "interactions": 3200, "flops": 4_560_000_000, "ms": 7.25,
+        "spread_ms": 0.5, "details": {"features": "cls"},
+    }  # fmt: skip
+    return Row(
+        name=name,
+        role=role,
+        cores=cores,
+        metrics=metrics or {"top1": 0.81},
+        **{**fields, **changes},
+    )
+
+
+def run(
+    task="knn", rows=None, dataset="oxford-pets", protocol="quick", protocol_table=None, **changes
+) -> Run:
+    rows = rows or [
+        row(cores=64, metrics={"top1": 0.85}, interactions=25000, ms=9.0),
+        row(cores=8),
+        row("teacher", "teacher", None, {"top1": 0.9}, retention_full=None, interactions=None),
+    ]
+    fields = {
+        "dataset": {"name": dataset, "classes": 37},
+        "protocol": protocol_table or load_protocol(protocol).only(task),
+        "backbones": {"small": {}},
+        "notes": ["only 3 images"],
+        "seconds": {"features": 10.0, "total": 12.0},
+        "cache": {"decoded": 5, "computed": 1, "reused": 0, "damaged": 0},
+        "machine": MACHINE,
+        "command": "veca probe knn --data pets --dataset oxford-pets --weights small",
+    }
+    return Run(task=task, rows=rows, **{**fields, **changes})
+
+
+def depth_run() -> Run:
+    metrics = {"rmse": 0.41234, "abs_rel": 0.111, "delta1": 0.9}
+    return run("depth", [row(metrics=metrics, size=0, input=(240, 320))], dataset="nyuv2")
+
+
+class TestTable:
+    def test_order_the_teacher_first_then_budgets(self):
+        assert [r.label for r in ordered(run().rows)] == ["teacher", "small C=8", "small C=64"]
+
+    def test_cells(self):
+        found = dict(zip(header(run()), cells(run(), run().rows[1]), strict=True))
+        assert found == {
+            "backbone": "small", "cores": "8", "px": "224", "top-1 %": "81.00",
+            "of teacher": "90.0 %", "of full": "95.0 %", "interactions": "3,200",
+            "GFLOPs": "4.56", "ms": "7.2",
+        }  # fmt: skip
+
+    def test_depth_in_metres_and_own_size(self):
+        made = depth_run()
+        found = dict(zip(header(made), cells(made, made.rows[0]), strict=True))
+        assert found["RMSE m"] == "0.4123" and found["delta1 %"] == "90.00"
+        assert found["px"] == "240x320"
+
+    def test_nothing_to_say_is_empty(self):
+        bare = row(retention_teacher=None, interactions=None, flops=None, ms=None, cores=None)
+        found = dict(zip(header(run()), cells(run(), bare), strict=True))
+        assert found["of teacher"] == found["interactions"] == found["ms"] == found["cores"] == ""
+
+    def test_terminal(self):
+        out = Console(file=io.StringIO(), width=160)
+        out.print(rich_table(run()))
+        text = out.file.getvalue()
+        assert "knn on oxford-pets, protocol quick" in text and "81.00" in text
+
+    def test_markdown(self):
+        text = markdown(run())
+        lines = text.splitlines()
+        assert lines[0] == "# knn on oxford-pets, protocol quick"
+        table = [line for line in lines if line.startswith("|")]
+        assert len(table) == 5 and {line.count("|") for line in table} == {10}
+        assert "veca probe knn --data pets" in text and "- only 3 images" in text
+        assert "torch 2.13" in text and "the first core (CLS)" in text
+
+    def test_csv(self):
+        rows = list(csv.DictReader(io.StringIO(csv_text(run()))))
+        assert [r["cores"] for r in rows] == ["", "8", "64"]
+        assert float(rows[1]["top1"]) == 0.81 and rows[0]["interactions"] == ""
+        assert rows[1]["torch"] == "2.13" and rows[1]["protocol"] == "quick"
+
+    def test_files(self, tmp_path):
+        written = write_tables(run(), tmp_path / "out")
+        assert sorted(p.name for p in written) == ["results.csv", "results.json", "results.md"]
+        assert all(p.exists() for p in written)
+
+    def test_verification_in_words(self):
+        found = {"with": "scikit-learn 1.9", "k10": {"equal_predictions": 1.0, "top1": 0.81}}
+        made = run(rows=[row(details={"features": "cls", "verified": found})])
+        assert "small C=8 against scikit-learn 1.9: k10: equal predictions 1" in markdown(made)
+
+    def test_the_best(self):
+        assert best_text(run()) == "best: teacher, top-1 % 90.00"
+        assert best_text(depth_run()) == "best: small C=8, RMSE m 0.4123"
+
+
+class TestPlot:
+    def test_a_png(self, tmp_path):
+        pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+        for name, made in (("a", run()), ("b", depth_run())):
+            path = plot(tmp_path / f"{name}.png", [made])
+            assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_without_any_cost(self, tmp_path):
+        pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+        made = run(rows=[row(interactions=None, ms=None)])
+        assert plot(tmp_path / "c.png", [made]).exists()
+
+    def test_curves(self):
+        rows = [row(cores=c, size=s) for s in (224, 448) for c in (64, 8)]
+        found = curves(rows)
+        assert list(found) == ["small, 224 px", "small, 448 px"]
+        assert [r.cores for r in found["small, 224 px"]] == [8, 64]
+
+    def test_without_matplotlib(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        with pytest.raises(MissingExtraError, match=r"pip install 'veca\[viz\]'"):
+            plot(tmp_path / "d.png", [run()])
+
+
+class TestReport:
+    def test_what_compares_is_grouped(self):
+        groups = group_runs([run(), run(rows=[row("other")]), run(protocol="knn-dino")])
+        assert [len(group.runs) for group in groups] == [1, 2]
+        assert [name.label for _, name in groups[1].rows][:2] == ["teacher", "other C=8"]
+
+    def test_other_constants_under_one_name_are_kept_apart(self):
+        differs = load_protocol("quick").with_settings(["knn.temperature=0.1"]).only("knn")
+        apart = run(protocol_table={**differs, "name": "quick"})
+        titles = [group.title for group in group_runs([run(), apart])]
+        assert len(titles) == 2 and all(re.search(r" \[[0-9a-f]{6}\]$", t) for t in titles)
+
+    def test_the_page(self, tmp_path):
+        pytest.importorskip("matplotlib", reason="the plots need the extra viz")
+        write_run(run(), tmp_path / "runs/a")
+        write_run(run(rows=[row("other <b>", metrics={"top1": 0.5})]), tmp_path / "runs/deep/b")
+        write_run(depth_run(), tmp_path / "runs/c")
+        report = write_report(tmp_path / "runs")
+        text = report.page.read_text()
+        assert report.page == tmp_path / "runs/report.html" and len(report.groups) == 2
+        assert "other &lt;b&gt;" in text and "<b>" not in text
+        assert "90.00 (teacher)" in text and "85.00 (small C=64)" in text
+        assert "veca probe knn" in text and "0.4123" in text
+        for source in re.findall(r'<img src="([^"]+)"', text):
+            assert (tmp_path / "runs" / source).exists()
+        assert len(report.pictures) == 2
+
+    def test_elsewhere(self, tmp_path):
+        write_run(run(), tmp_path / "runs")
+        report = write_report(tmp_path / "runs", tmp_path / "page" / "all.html")
+        assert report.page.exists() and all(p.parent == report.page.parent for p in report.pictures)
+
+    def test_without_matplotlib_the_page_says_so(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+        write_run(run(), tmp_path / "runs")
+        report = write_report(tmp_path / "runs")
+        assert "No plots" in report.page.read_text() and not report.pictures
+
+    def test_nothing_to_report(self, tmp_path):
+        with pytest.raises(ProbeError, match=r"no results.json"):
+            write_report(tmp_path)
+        with pytest.raises(ProbeError, match="there is no folder"):
+            write_report(tmp_path / "nowhere")
+        (tmp_path / "results.json").write_text("{}")
+        with pytest.raises(ProbeError, match="is no result"):
+            write_report(tmp_path)

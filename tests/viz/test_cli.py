@@ -1,0 +1,88 @@
+"""`veca viz` as a user meets it."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from conftest import SMALLEST, stirred
+from typer.testing import CliRunner
+
+from veca import create_model, save
+from veca.cli.viz import parse_point, viz
+from veca.errors import VecaError
+
+
+@pytest.fixture
+def veca_viz(tmp_path, photo):
+    app = typer.Typer()
+    app.command()(viz)
+    weights = str(save(stirred(create_model(SMALLEST)), tmp_path / "weights"))
+    file = tmp_path / "p.png"
+    photo.save(file)
+
+    def run(figure, *args, out="out"):
+        call = [figure, str(file), "--weights", weights, "--size", "32", "--device", "cpu"]
+        return CliRunner().invoke(app, [*call, "--out", str(tmp_path / out), *args])
+
+    return run
+
+
+def test_a_report_is_a_page(veca_viz, tmp_path):
+    result = veca_viz("report", "--sizes", "32", "--cores", "2,8")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out" / "index.html").is_file()
+    assert "attention gets narrower from 2 to 8 cores: " in result.output
+    assert "These weights show" in result.output
+
+
+def test_every_figure_is_a_file(veca_viz, tmp_path):
+    calls = {
+        "features": ["--cores", "2,8", "--layers", "1,3", "--overlay", "0.5"],
+        "sizes": ["--sizes", "32,64"],
+        "agreement": ["--cores", "2"],
+        "attention": ["--kind", "softmax", "--layers", "1,3"],
+        "cores": ["--core", "1,3"],
+        "paths": ["--cores", "8"],
+        "states": ["--layers", "1,2"],
+        "similarity": ["--at", "3,5", "--at", "50%,50%"],
+        "numbers": ["--cores", "2,8"],
+    }
+    from veca.viz import FIGURES
+
+    assert set(calls) == set(FIGURES)
+    for figure, args in calls.items():
+        result = veca_viz(figure, *args, "--format", "svg", out=figure)
+        assert result.exit_code == 0, (figure, result.output, result.exception)
+        files = sorted(path.name for path in (tmp_path / figure).iterdir())
+        assert any(name.endswith(".svg") and figure in name for name in files), files
+    assert (tmp_path / "numbers" / "numbers.csv").is_file()
+
+
+def test_one_figure_can_be_a_named_file(veca_viz, tmp_path):
+    assert veca_viz("paths", out="my.html").exit_code == 0
+    assert (tmp_path / "my.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["pahts"], "did you mean 'paths'"),
+        (["paths", "--format", "bmp"], "png"),
+        (["paths", "--cores", "9"], "from 1 to 8"),
+        (["states", "--layers", "4"], "1 to 3"),
+        (["features", "--colours", "tsne"], "pca"),
+        (["attention", "--kind", "norn"], "did you mean 'norm'"),
+        (["similarity", "--at", "1"], "X,Y"),
+        (["similarity", "--at", "5000,1"], "96 wide"),
+        (["report", "--format", "png"], "folder"),
+    ],
+)
+def test_bad_input_is_told_and_leaves_nothing(veca_viz, tmp_path, args, message):
+    result = veca_viz(*args)
+    assert isinstance(result.exception, VecaError) and message in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_points_in_pixels_and_percent(photo):
+    assert parse_point("0,63", photo) == pytest.approx((0.5 / 96, 63.5 / 64))
+    assert parse_point(" 25% , 100% ", photo) == (0.25, 1.0)
