@@ -8,11 +8,17 @@ from typing import Any
 import typer
 
 from veca.cli.bench import bench
+from veca.cli.demo import demo
+from veca.cli.distill import distill
+from veca.cli.export import export
 from veca.cli.features import features
 from veca.cli.import_ import import_
 from veca.cli.info import info
 from veca.cli.pack import pack
+from veca.cli.probe import probe
 from veca.cli.quickstart import quickstart
+from veca.cli.report import report
+from veca.cli.viz import viz
 from veca.errors import VecaError
 
 app = typer.Typer(
@@ -24,7 +30,11 @@ app = typer.Typer(
 # Typer's own, wherever it keeps it: recent versions carry a copy of click inside.
 _UsageError: Any = typer.BadParameter.__base__
 
-for command in (quickstart, info, features, pack, bench, import_):
+for command in (
+    *(quickstart, info, features, viz, demo),
+    *(pack, distill, probe, report),
+    *(bench, export, import_),
+):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 
