@@ -500,9 +500,7 @@ def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, i
 
 def check_finite(images: Tensor) -> None:
     """Refuse NaN and infinite pixels. Skipped while tracing, where values are not known."""
-    if is_compiling() or (
-        images.is_cuda and torch.cuda.is_current_stream_capturing()
-    ):
+    if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
     # own only with pixels far outside any normalisation, hence the second, exact look.

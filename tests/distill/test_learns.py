@@ -39,16 +39,16 @@ def nested(tmp_path_factory):
     return learn(tmp_path_factory.mktemp("nested"))
 
 
-def test_loss_falls_to_less_than_half_at_small_and_large_budgets(nested) -> None:
+def test_loss_falls_to_a_third_at_small_and_large_budgets(nested) -> None:
     first, by_budget = nested
     for cores in (8, 64):
-        assert by_budget[cores]["loss"] < first / 2
-        assert by_budget[cores]["cls_cos"] > 0.75
+        assert by_budget[cores]["loss"] < first / 3
+        assert by_budget[cores]["cls_cos"] > 0.7
 
 
 def test_without_nested_dropout_a_small_budget_is_worse(nested, tmp_path) -> None:
     _, with_dropout = nested
     _, without = learn(tmp_path, budgets=[64], weights=[1.0])
-    assert without[64]["cls_cos"] > 0.75  # it learned as well, at the budget it was trained at
+    assert without[64]["cls_cos"] > 0.7  # it learned as well, at the budget it was trained at
     assert without[8]["cls_cos"] < with_dropout[8]["cls_cos"] - 0.05
     assert without[8]["loss"] > with_dropout[8]["loss"] + 0.05

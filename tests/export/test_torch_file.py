@@ -11,13 +11,18 @@ import torch
 
 from veca.errors import InputError
 from veca.export import ExportError, export_model, load_exported
-from veca.export.graph import trace
+from veca.export.graph import frozen_copy, trace
+
+
+@pytest.fixture(scope="module")
+def program(torch_any):
+    """The file as torch alone opens it."""
+    return torch.export.load(torch_any.path).module()
 
 
 @pytest.mark.parametrize("cores", [1, 3, 16])
 @pytest.mark.parametrize("shape", [(1, 48, 80), (3, 224, 32)])
-def test_one_program_is_the_model_at_any_batch_size_and_budget(model, torch_any, shape, cores):
-    program = torch.export.load(torch_any.path).module()
+def test_one_program_is_the_model_at_any_batch_size_and_budget(model, program, shape, cores):
     images = torch.randn(shape[0], 3, *shape[1:])
     with torch.no_grad():
         found, wanted = program(images, torch.tensor(cores)), model(images, cores=cores)
@@ -40,8 +45,7 @@ def test_it_runs_without_this_package(torch_any):
     assert done.stdout.strip() == "[1, 8, 48]", done.stderr
 
 
-def test_a_size_off_the_grid_is_refused(torch_any):
-    program = torch.export.load(torch_any.path).module()
+def test_a_size_off_the_grid_is_refused(program):
     with pytest.raises(Exception, match="16"):
         program(torch.zeros(1, 3, 50, 64), torch.tensor(2))
 
@@ -77,7 +81,7 @@ def test_load_exported_is_called_like_the_model(model, torch_any):
 def test_a_file_with_pickles_is_refused_unread(model, torch_any, tmp_path):
     # A program saved as torch does it carries its example, pickled.
     usual = tmp_path / "usual.pt2"
-    torch.export.save(trace(model, 4, (32, 32)), usual)
+    torch.export.save(trace(frozen_copy(model, torch.float32), 4, (32, 32)), usual)
     with pytest.raises(ExportError, match=r"holds data/sample_inputs/model\.pt, unlike"):
         load_exported(usual)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import typer
-from conftest import SMALLEST, stirred
 from typer.testing import CliRunner
 
+from conftest import SMALLEST, stirred
 from veca import create_model, save
 from veca.cli.viz import parse_point, viz
 from veca.errors import VecaError

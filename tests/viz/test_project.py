@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import pytest
@@ -76,7 +77,7 @@ def test_umap_names_its_extra(monkeypatch):
 
 
 @pytest.mark.skipif(
-    __import__("importlib.util").util.find_spec("umap") is None,
+    importlib.util.find_spec("umap") is None,
     reason="umap-learn is not installed (extra umap)",
 )
 def test_umap_is_the_same_with_the_same_seed():

@@ -785,6 +785,8 @@ def _merge_blocks(problem: _Problem, splits: int) -> tuple[int, int, int]:
 
 def _options(launch: Launch) -> dict[str, int]:
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    # Said aloud because Triton is about to change its default; the exponents count on it.
+    options["enable_fp_fusion"] = True
     if launch.registers is not None:
         options["maxnreg"] = launch.registers
     return options

@@ -117,7 +117,8 @@ def _forget_origin(program: torch.export.ExportedProgram) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's remarks about its own deprecations and about packages not installed."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript")]
+    names = ("torch.onnx", "torch.export", "torch.__trace", "onnxscript")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,260 @@
+"""The demo in a real browser: headless Chromium opens it, drops photos and moves the slider.
+
+Skipped where gradio, playwright or a Chromium cannot be had; the reason says which. A Chromium
+elsewhere than on the PATH is named by VECA_CHROMIUM. With VECA_SCREENSHOTS set to a folder, what
+the browser showed is kept there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from conftest import SMALLEST, stirred
+from veca import cost, create_model, save
+from veca.features.files import read_features
+
+CHROMIUM = os.environ.get("VECA_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+MISSING = [
+    *(
+        f"{name} is not installed (extra {extra})"
+        for name, extra in (("gradio", "demo"), ("playwright", "browser"))
+        if importlib.util.find_spec(name) is None
+    ),
+    *([] if CHROMIUM else ["no Chromium on the PATH (apt-get install chromium)"]),
+]
+pytestmark = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
+ARGUMENTS = [
+    "--no-sandbox",  # containers run as root
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+]
+PATIENCE = 60_000  # milliseconds; a busy machine is not a fault
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    from veca.app.serve import running
+
+    folder = tmp_path_factory.mktemp("weights")
+    weights = str(save(stirred(create_model(SMALLEST)), folder / "small"))
+    with running([weights]) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Visitor:
+    """A page in a browser session of its own."""
+
+    def __init__(self, browser, address):
+        self.context = browser.new_context(viewport={"width": 1500, "height": 1200})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE)
+        self.requests: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(address)
+        self.wait_for_numbers("patches")
+
+    def wait_for_numbers(self, text):
+        self.page.wait_for_function(
+            "text => document.querySelector('#numbers')?.innerText.includes(text)", arg=text
+        )
+
+    def wait_for_message(self, text):
+        self.page.wait_for_function(
+            "text => document.querySelector('#message')?.innerText.includes(text)", arg=text
+        )
+
+    def numbers(self):
+        return self.page.inner_text("#numbers")
+
+    def message(self):
+        return self.page.inner_text("#message")
+
+    def picture(self, name):
+        """The hash of the bytes that a picture on the page was loaded from."""
+        source = self.page.get_attribute(f"#{name} img", "src")
+        return hashlib.sha256(self.page.request.get(source).body()).hexdigest()
+
+    # Pictures arrive with the answer, but not all at the same instant.
+    def wait_for_picture(self, name, wanted):
+        self._poll(lambda: self.picture(name) == wanted, f"{name} is not as before")
+
+    def wait_for_other_picture(self, name, before):
+        self._poll(lambda: self.picture(name) != before, f"{name} did not change")
+
+    def _poll(self, done, complaint):
+        end = time.monotonic() + PATIENCE / 1000
+        while not done():
+            assert time.monotonic() < end, complaint
+            self.page.wait_for_timeout(50)
+
+    def slide(self, name, value):
+        box = self.page.locator(f"#{name} input[type=number]")
+        box.fill(str(value))
+        box.press("Enter")
+
+    def drop(self, path):
+        self.page.set_input_files("#upload input[type=file]", str(path))
+
+    def screenshot(self, name):
+        folder = os.environ.get("VECA_SCREENSHOTS")
+        if folder:
+            self.page.wait_for_load_state("networkidle")
+            self.page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
+
+
+@pytest.fixture
+def visitor(browser, address):
+    visitor = Visitor(browser, address)
+    yield visitor
+    visitor.context.close()
+
+
+@pytest.fixture
+def photo(tmp_path, noise):
+    path = tmp_path / "noise.jpg"
+    noise(200, 120).save(path)
+    return path
+
+
+def test_a_photo_a_slider_and_what_changes(visitor, photo):
+    visitor.screenshot("start")
+    visitor.drop(photo)
+    visitor.wait_for_numbers("noise at 512 x 848 px")
+    visitor.slide("size", 128)
+    visitor.wait_for_numbers("noise at 128 x 208 px")
+    visitor.slide("cores", 8)
+    visitor.wait_for_numbers("VECA, 8 cores")
+    before = {name: visitor.picture(name) for name in ("features", "paths", "photo")}
+    visitor.slide("cores", 2)
+    visitor.wait_for_numbers("VECA, 2 cores")
+    for name in ("features", "paths"):
+        visitor.wait_for_other_picture(name, before[name])
+    assert visitor.picture("photo") == before["photo"]
+    assert f"{cost(SMALLEST, (128, 208), 2).veca.interactions:,}" in visitor.numbers()
+    assert "dense features, 2 cores" in visitor.page.inner_text("#features")
+    visitor.screenshot("two-cores")
+    # Back where it was: the same pictures, to the byte.
+    visitor.slide("cores", 8)
+    visitor.wait_for_numbers("VECA, 8 cores")
+    for name in ("features", "paths"):
+        visitor.wait_for_picture(name, before[name])
+    elsewhere = [
+        url
+        for url in visitor.requests
+        if not url.startswith(("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:"))
+    ]
+    assert elsewhere == []
+
+
+def test_a_text_file_called_jpg_gets_a_message(visitor, photo, tmp_path):
+    before = visitor.numbers()
+    text = tmp_path / "holiday.jpg"
+    text.write_text("This is not a photo.\n")
+    visitor.drop(text)
+    visitor.wait_for_message("holiday.jpg cannot be used")
+    visitor.screenshot("bad-file")
+    assert "Traceback" not in visitor.page.content() and str(tmp_path) not in visitor.message()
+    assert visitor.numbers() == before  # the photo before it is still there
+    visitor.drop(photo)
+    visitor.wait_for_numbers("noise at")
+    assert "cannot be used" not in visitor.message()
+
+
+@pytest.mark.parametrize("size", [(4000, 3000), (40, 30)])
+def test_large_and_small_photos(visitor, tmp_path, size):
+    path = tmp_path / "teal.png"
+    Image.new("RGB", size, "teal").save(path)
+    visitor.slide("size", 128)
+    visitor.wait_for_numbers("at 128 x")
+    visitor.drop(path)
+    visitor.wait_for_numbers("teal at 128 x 176 px")
+
+
+def test_a_click_compares_and_a_button_downloads(visitor, tmp_path):
+    visitor.slide("size", 128)
+    visitor.wait_for_numbers("at 128 x")
+    before = visitor.picture("similarity")
+    visitor.page.locator("#photo img").click(position={"x": 40, "y": 50})
+    visitor.wait_for_other_picture("similarity", before)
+    assert "cosine with the marked patch" in visitor.page.inner_text("#similarity")
+    visitor.screenshot("click")
+    visitor.slide("cores", 3)
+    visitor.wait_for_numbers("VECA, 3 cores")
+    with visitor.page.expect_download() as download:
+        visitor.page.click("#download")
+    target = tmp_path / "features.npz"
+    download.value.save_as(target)
+    content = read_features(target)
+    assert content["cores"] == 3 and content["patches"].shape == (8, 8, SMALLEST.width)
+    assert np.isfinite(content["patches"]).all()
+
+
+def test_bundled_photos_layers_cores_and_weights(visitor):
+    visitor.slide("size", 128)
+    visitor.wait_for_numbers("at 128 x")
+    visitor.page.locator("#gallery button img").nth(2).click()
+    visitor.wait_for_numbers("chelsea at 128 x")
+    before = visitor.picture("attention")
+    visitor.slide("layer", 1)
+    visitor.wait_for_other_picture("attention", before)
+    before = visitor.picture("attention")
+    visitor.slide("core", 2)
+    visitor.wait_for_other_picture("attention", before)
+    assert "attention of core 2 of 8, layer 1" in visitor.page.inner_text("#attention")
+    visitor.page.click("#weights input")
+    visitor.page.click("text=fresh tiny weights (random)")
+    visitor.wait_for_message("fresh random weights")
+    visitor.wait_for_numbers("fresh tiny weights")
+
+
+def test_two_visitors_see_their_own_photos(browser, address, visitor, photo):
+    other = Visitor(browser, address)
+    try:
+        for one in (visitor, other):
+            one.slide("size", 128)
+            one.wait_for_numbers("at 128 x")
+        visitor.drop(photo)
+        other.page.locator("#gallery button img").nth(3).click()
+        visitor.wait_for_numbers("noise at 128 x")
+        other.wait_for_numbers("coffee at 128 x")
+        visitor.slide("cores", 2)
+        other.slide("cores", 5)
+        visitor.wait_for_numbers("VECA, 2 cores")
+        other.wait_for_numbers("VECA, 5 cores")
+        assert "noise" in visitor.numbers() and "coffee" in other.numbers()
+        assert visitor.picture("photo") != other.picture("photo")
+    finally:
+        other.context.close()
+
+
+def test_a_file_over_the_limit_gets_a_message(visitor, tmp_path):
+    path = tmp_path / "endless.jpg"
+    with path.open("wb") as file:
+        file.truncate(26 * 2**20)
+    visitor.drop(path)
+    visitor.page.wait_for_selector("text=maximum allowed size")
+    visitor.screenshot("too-large")

@@ -1,0 +1,64 @@
+"""Serving: only where asked, with nothing left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from veca.app.serve import running
+from veca.cli.demo import demo
+from veca.errors import InputError, MissingExtraError, WeightsError
+
+needs_gradio = pytest.mark.skipif(
+    importlib.util.find_spec("gradio") is None, reason="gradio is not installed (extra demo)"
+)
+
+
+def test_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(MissingExtraError, match=r"veca\[demo\]"), running():
+        pass
+    app = typer.Typer()
+    app.command()(demo)
+    result = CliRunner().invoke(app, ["--no-browser"])
+    assert isinstance(result.exception, MissingExtraError)
+
+
+@needs_gradio
+def test_it_listens_on_this_machine_alone_and_cleans_up(weights, monkeypatch, tmp_path):
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    for folder in (home, temporary):
+        folder.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(home)
+    before = dict(os.environ)
+    with running([weights]) as address:
+        assert address.startswith("http://127.0.0.1:")
+        (folder,) = temporary.iterdir()
+        assert folder.name.startswith("veca-demo-")
+        page = urllib.request.urlopen(address, timeout=30).read().decode()
+        assert "VECA" in page
+        port = int(address.rstrip("/").rpartition(":")[2])
+        with socket.socket() as other:  # nobody listens on the machine's other addresses
+            other.bind(("127.0.0.2", port))
+        with pytest.raises(InputError, match=f"port {port}"), running([weights], port=port):
+            pass
+    assert dict(os.environ) == before
+    assert list(temporary.iterdir()) == [] and list(home.iterdir()) == []
+
+
+@needs_gradio
+def test_wrong_weights_are_told_before_anything_is_served():
+    with pytest.raises(WeightsError, match="no-such-weights"), running(["./no-such-weights"]):
+        pass
+    assert not Path("./no-such-weights").exists()

@@ -1,0 +1,72 @@
+"""Weights to choose from: by name, one visitor at a time, fresh ones called so."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from conftest import SMALLEST
+from veca import create_model, save
+from veca.app.shelf import FRESH_NAME, Shelf
+from veca.errors import WeightsError
+
+
+def test_given_weights_come_first_and_fresh_ones_last(weights, monkeypatch):
+    monkeypatch.setattr("veca.app.shelf.available", lambda: ["local", weights])
+    shelf = Shelf([weights])
+    assert shelf.names == [weights, "local", FRESH_NAME] and shelf.default == weights
+    assert "random" in FRESH_NAME
+    monkeypatch.setattr("veca.app.shelf.available", lambda: [])
+    assert Shelf().names == [FRESH_NAME]
+
+
+def test_weights_are_loaded_once_and_say_whether_they_are_fresh(shelf):
+    with shelf.use(shelf.default) as entry:
+        assert not entry.fresh and entry.model.config == SMALLEST and not entry.model.training
+        assert entry.dense.config == SMALLEST
+    with shelf.use(shelf.default) as again:
+        assert again is entry
+    with shelf.use(FRESH_NAME) as fresh:
+        assert fresh.fresh and fresh.model.config.width == 192
+
+
+def test_only_two_stay_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr("veca.app.shelf.available", lambda: [])
+    names = [str(save(create_model(SMALLEST), tmp_path / name)) for name in "abc"]
+    shelf = Shelf(names)
+    for name in (*names[:2], names[0], names[2]):
+        with shelf.use(name):
+            pass
+    assert list(shelf._loaded) == [names[0], names[2]]
+
+
+def test_unknown_weights_are_told(shelf):
+    with pytest.raises(WeightsError, match="no weights are called 'x'"), shelf.use("x"):
+        pass
+
+
+def test_one_visitor_at_a_time(shelf):
+    order = []
+    inside, go = threading.Event(), threading.Event()
+
+    def first():
+        with shelf.use(shelf.default):
+            inside.set()
+            go.wait(10)
+            order.append("first")
+
+    def second():
+        with shelf.use(shelf.default):
+            order.append("second")
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert order == []  # the second waits
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "second"]
