@@ -103,6 +103,25 @@ def train(rows: Rows) -> str:
     )
 
 
+def distillation(rows: Rows) -> str:
+    header = ["teacher", "images/s", "teacher alone", "student alone", "share of both in turn",
+              "waited for data"]  # fmt: skip
+    return table(
+        header,
+        [
+            [
+                r["teacher"],
+                number(r["images/s"]),
+                number(r["teacher alone images/s"]),
+                number(r["student alone images/s"]),
+                f"{float(r['share of both in turn']):.0%}",
+                f"{float(r['waited for data']):.0%}",
+            ]
+            for r in rows
+        ],
+    )
+
+
 def cpu(rows: Rows) -> str:
     header = ["pixels", "dense, ms", "64 cores, ms", "8 cores, ms", "speed-up at 64", "at 8",
               "peak MiB, dense", "64 cores"]  # fmt: skip
@@ -128,6 +147,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "attention": ("attention", attention),
     "attention-backward": ("attention", attention_backward),
     "train": ("train", train),
+    "distill": ("distill", distillation),
     "cpu": ("cpu", cpu),
 }
 
