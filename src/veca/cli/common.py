@@ -26,19 +26,13 @@ def pick_device(name: str) -> torch.device:
     """The torch device a user asked for, checked to exist."""
     import torch
 
+    from veca.devices import usable_device
+
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(
-            f"device {name!r} cannot be used here ({reason}); use cpu, cuda, mps or auto."
-        ) from error
-    return device
+    return usable_device(name)
 
 
 def parse_numbers(text: str, what: str) -> list[int]:

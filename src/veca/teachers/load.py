@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from veca.dense import DenseVit
+from veca.devices import usable_device
 from veca.errors import suggest
 from veca.model import Veca
 from veca.teachers.base import Teacher, TeacherError
@@ -70,7 +71,7 @@ def load_teacher(
         raise TeacherError(f"a teacher's dtype must be one of {known}, got {dtype!r}.")
     if autocast and dtype is None:
         raise TeacherError("autocast=True needs a dtype to compute in, such as torch.bfloat16.")
-    place = None if device is None else _device(device)
+    place = None if device is None else usable_device(device)
     options: dict[str, Any] = {"feature": feature, "allow_remote_code": allow_remote_code}
     teacher = _find(spec, cores, options)
     if cores is not None and not (isinstance(teacher, OurTeacher) and teacher.cores == cores):
@@ -207,15 +208,3 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name that no file can have
         return False
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TeacherError(
-            f"device {str(device)!r} cannot be used here ({reason}); use cpu, cuda or mps."
-        ) from error
-    return place

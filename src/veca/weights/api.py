@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from veca.config import VecaConfig
-from veca.errors import InputError
+from veca.devices import usable_device
 from veca.model import Veca
 from veca.weights import names, store
 from veca.weights import tensors as ts
@@ -33,7 +33,7 @@ def load(
         backend: the attention backend, as in `create_model`.
     """
     ts.check_dtype(dtype)
-    place = _device(device)
+    place = usable_device(device)
     path = names.locate(source)
     return store.load_local(path, device=place, dtype=dtype, backend=backend)
 
@@ -56,15 +56,3 @@ def weights_hash(source: Source | Veca) -> str:
     if isinstance(source, Veca):
         return ts.content_hash(source.state_dict())
     return store.read_hash(names.locate(source))
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(
-            f"device {str(device)!r} cannot be used here ({reason}); use cpu, cuda or mps."
-        ) from error
-    return place
