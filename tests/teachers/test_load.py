@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from veca.errors import InputError
 from veca.teachers import KNOWN, PAPER_BASELINES, TeacherError, list_teachers, load_teacher
 from veca.teachers.load import SCHEMES
 
@@ -37,7 +38,7 @@ def test_missing_path_and_file_instead_of_folder(tmp_path):
 
 
 def test_bad_device_and_dtype():
-    with pytest.raises(TeacherError, match="device 'tpu9' cannot be used"):
+    with pytest.raises(InputError, match="device 'tpu9' cannot be used"):
         load_teacher("dinov3-vitb16", device="tpu9")
     with pytest.raises(TeacherError, match="dtype must be one of"):
         load_teacher("dinov3-vitb16", dtype=torch.int8)
