@@ -8,15 +8,17 @@ import pytest
 import torch
 from PIL import Image
 
+from conftest import stirred
 from veca import bench, create_model, save
 from veca.config import VecaConfig
-from veca.quickstart import BUDGETS, bundled_photos, quickstart, table
+from veca.quickstart import BUDGETS, PARTS, bundled_photos, quickstart, table
+from veca.viz.numbers import read_csv
 
 
 @pytest.fixture
 def weights(tmp_path):
     model = create_model(VecaConfig(depth=2, width=32, heads=2, num_cores=64))
-    return str(save(model, tmp_path / "weights"))
+    return str(save(stirred(model), tmp_path / "weights"))
 
 
 def test_bundled_photos_have_credits():
@@ -42,10 +44,14 @@ def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
 
     page = result.page.read_text()
     sources = re.findall(r'<img src="([^"]+)"', page)
-    assert len(sources) == 4
+    names = [photo.stem for photo in bundled_photos()[:2]]
+    drawn = [f"{name}-{part}.png" for name in names for part in PARTS]
+    assert sources == [*drawn, "numbers.png"]
     for source in sources:
         with Image.open(out / source) as picture:
             assert picture.width > 400
+    assert len(read_csv(out / "numbers.csv")) == 2 * 4  # two layers, four of the budgets
+    assert "attention gets narrower from 8 to 64 cores" in page and "These weights show" in page
     header, rows = table(result)
     for cell in (*header, *rows[0], *rows[-1]):
         assert cell in page
@@ -54,11 +60,13 @@ def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
 
 def test_fresh_weights_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
-    monkeypatch.setattr("veca.quickstart.find", lambda name: None)
+    monkeypatch.setattr("veca.viz.source.find", lambda name: None)
     monkeypatch.setattr("veca.quickstart.BUDGETS", (8, 64))
     state = torch.random.get_rng_state()
     result = quickstart(tmp_path / "out", bundled_photos()[:1], size=64)
-    assert not result.trained and "random weights" in result.page.read_text()
+    page = result.page.read_text()
+    assert not result.trained and "These are fresh random weights" in page
+    assert "Fresh random weights: " in page and "fresh" in result.weights
     assert torch.equal(state, torch.random.get_rng_state())
 
 

@@ -14,7 +14,7 @@ from veca.cost import Cost, cost
 from veca.html import Page
 from veca.model import Veca
 from veca.viz import numbers
-from veca.viz.report import add_figure, add_numbers, figures
+from veca.viz.report import add_figure, add_numbers, draw_part
 from veca.viz.source import DEFAULT_WEIGHTS, FRESH, choose
 from veca.viz.view import unique_names
 
@@ -32,6 +32,8 @@ __all__ = [
 BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
 # The figures of `veca viz report` that the page shows of every photo.
 PARTS = ("features", "agreement", "similarity", "attention-norm", "cores", "paths")
+_ENDS = ("similarity", "attention-norm")  # a row a budget: the smallest and the largest will do
+_HEIGHT = 200  # of the pictures, in pixels
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def quickstart(
     views = []
     for path in photos or bundled_photos():
         progress(f"looking at {path.name}")
-        view = viz.View(model, path, size)
+        view = viz.View(model, path, size, height=_HEIGHT)
         for budget in budgets:
             view.run(budget)
         views.append(view)
@@ -188,13 +190,16 @@ def _write_page(
         "small",
     )
     folder = result.page.parent
-    for stem, view in unique_names(views):
-        for name, title, figure in figures(view, PARTS):
-            progress(f"drawing {stem}: {name}")
-            add_figure(page, figure, folder / f"{stem}-{name}.png", f"{stem}: {title.lower()}")
-    progress("measuring what the cores do")
     model = views[0].model
-    rows = numbers.measure(views, viz.default_budgets(model))
+    budgets = viz.default_budgets(model)
+    ends = viz.Options(cores=sorted({budgets[0], budgets[-1]}))
+    for stem, view in unique_names(views):
+        for part in PARTS:
+            progress(f"drawing {stem}: {part}")
+            title, figure = draw_part(view, part, ends if part in _ENDS else None)
+            add_figure(page, figure, folder / f"{stem}-{part}.png", f"{stem}: {title.lower()}")
+    progress("measuring what the cores do")
+    rows = numbers.measure(views, budgets)
     add_numbers(page, rows, folder, not result.trained, viz.default_layers(model))
     page.text("`veca viz report PHOTO` draws all of this and more of a photo; `veca demo` live.")
     page.write(result.page)

@@ -122,7 +122,7 @@ class Visitor:
     def screenshot(self, name):
         folder = os.environ.get("VECA_SCREENSHOTS")
         if folder:
-            self.page.wait_for_load_state("networkidle")
+            self.page.wait_for_timeout(1000)  # for pictures on their way
             self.page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
 
 
@@ -178,7 +178,8 @@ def test_a_text_file_called_jpg_gets_a_message(visitor, photo, tmp_path):
     visitor.wait_for_message("holiday.jpg cannot be used")
     visitor.screenshot("bad-file")
     assert "Traceback" not in visitor.page.content() and str(tmp_path) not in visitor.message()
-    assert visitor.numbers() == before  # the photo before it is still there
+    # The photo before it is still there, with its numbers.
+    assert visitor.numbers() == before
     visitor.drop(photo)
     visitor.wait_for_numbers("noise at")
     assert "cannot be used" not in visitor.message()
@@ -229,6 +230,7 @@ def test_bundled_photos_layers_cores_and_weights(visitor):
     visitor.page.click("text=fresh tiny weights (random)")
     visitor.wait_for_message("fresh random weights")
     visitor.wait_for_numbers("fresh tiny weights")
+    assert visitor.page.locator("#cores input[type=range]").get_attribute("max") == "64"
 
 
 def test_two_visitors_see_their_own_photos(browser, address, visitor, photo):

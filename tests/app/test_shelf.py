@@ -15,7 +15,7 @@ from veca.errors import WeightsError
 def test_given_weights_come_first_and_fresh_ones_last(weights, monkeypatch):
     monkeypatch.setattr("veca.app.shelf.available", lambda: ["local", weights])
     shelf = Shelf([weights])
-    assert shelf.names == [weights, "local", FRESH_NAME] and shelf.default == weights
+    assert shelf.names == ["weights", "local", FRESH_NAME] and shelf.default == "weights"
     assert "random" in FRESH_NAME
     monkeypatch.setattr("veca.app.shelf.available", lambda: [])
     assert Shelf().names == [FRESH_NAME]
@@ -31,14 +31,22 @@ def test_weights_are_loaded_once_and_say_whether_they_are_fresh(shelf):
         assert fresh.fresh and fresh.model.config.width == 192
 
 
+def test_paths_are_called_by_their_last_part(tmp_path, monkeypatch):
+    monkeypatch.setattr("veca.app.shelf.available", lambda: ["x"])
+    paths = [str(save(create_model(SMALLEST), tmp_path / name / "x")) for name in "ab"]
+    shelf = Shelf([*paths, "owner/name"])
+    assert shelf.names == ["x", "x (2)", "owner/name", "x (3)", FRESH_NAME]
+    with shelf.use("x (2)") as entry:
+        assert entry.name == "x (2)"
+
+
 def test_only_two_stay_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr("veca.app.shelf.available", lambda: [])
-    names = [str(save(create_model(SMALLEST), tmp_path / name)) for name in "abc"]
-    shelf = Shelf(names)
-    for name in (*names[:2], names[0], names[2]):
+    shelf = Shelf([str(save(create_model(SMALLEST), tmp_path / name)) for name in "abc"])
+    for name in "abac":
         with shelf.use(name):
             pass
-    assert list(shelf._loaded) == [names[0], names[2]]
+    assert list(shelf._loaded) == ["a", "c"]
 
 
 def test_unknown_weights_are_told(shelf):

@@ -181,15 +181,3 @@ def test_the_example_needs_neither_torch_nor_veca(model, onnx_any, tmp_path):
         wanted = model(batch.pixels, cores=6)
     np.testing.assert_allclose(found["cls"], wanted.cls.numpy(), rtol=0, atol=1e-4)
     np.testing.assert_allclose(found["patches"], wanted.patches.numpy(), rtol=0, atol=1e-4)
-
-
-def test_the_tiny_preset(tmp_path):
-    # At one size, where tracing is several times faster; benchmarks/export_matrix.py has the rest.
-    torch.manual_seed(0)
-    model = veca.create_model("tiny").eval()
-    (entry,) = export_model(model, tmp_path, cores=64, name="tiny", size=(128, 96))
-    assert entry.max_difference < 1e-3
-    images = np.random.default_rng(0).normal(size=(5, 3, 128, 96)).astype(np.float32)
-    found = session(entry.path).run(NAMES, {"images": images})
-    for value, wanted in zip(found, expected(model, images, 64), strict=True):
-        np.testing.assert_allclose(value, wanted.numpy(), rtol=0, atol=1e-3)

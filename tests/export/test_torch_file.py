@@ -9,6 +9,7 @@ import zipfile
 import pytest
 import torch
 
+import veca
 from veca.errors import InputError
 from veca.export import ExportError, export_model, load_exported
 from veca.export.graph import frozen_copy, trace
@@ -114,3 +115,17 @@ def test_damaged_files(torch_any, tmp_path):
         load_exported(tmp_path / "empty.pt2")
     with pytest.raises(InputError, match="there is no file"):
         load_exported(tmp_path / "none.pt2")
+
+
+def test_the_tiny_preset(tmp_path):
+    # As ONNX a preset takes a minute; benchmarks/export_matrix.py has all of them, in both formats.
+    model = veca.create_model("tiny").eval()
+    (entry,) = export_model(
+        model, tmp_path, to="torch-export", cores=64, check_sizes=[(128, 96)], name="tiny"
+    )
+    assert entry.max_difference < 1e-3
+    images = torch.randn(1, 3, 64, 160)
+    with torch.no_grad():
+        wanted = model(images).patches
+    found = torch.export.load(entry.path).module()(images)["patches"]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)

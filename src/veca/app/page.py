@@ -71,6 +71,8 @@ def build(handlers: Handlers) -> Any:
 
 def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     """The components by name, in the order in which they stand on the page."""
+    with handlers.shelf.use(handlers.shelf.default) as entry:
+        most, depth = entry.model.config.num_cores, entry.model.config.depth
     parts: dict[str, Any] = {name: gr.State(None) for name in _STATES}
 
     def add(name: str, component: Any) -> None:
@@ -96,7 +98,8 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     add("message", gr.HTML(elem_id="message"))
     with gr.Row():
         with gr.Column(scale=2, min_width=400):
-            add("cores", gr.Slider(1, 64, DEFAULT_CORES, step=1, label="budget", elem_id="cores"))
+            start = min(DEFAULT_CORES, most)
+            add("cores", gr.Slider(1, most, start, step=1, label="budget", elem_id="cores"))
             low, high, step = SIZES
             label = "size (short side in pixels)"
             add("size", gr.Slider(low, high, DEFAULT_SIZE, step=step, label=label, elem_id="size"))
@@ -137,8 +140,8 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
             with gr.Row():
                 picture("attention", "attention")
                 with gr.Column(min_width=160):
-                    add("layer", gr.Slider(1, 12, 12, step=1, label="layer", elem_id="layer"))
-                    add("core", gr.Slider(1, 64, 1, step=1, label="core", elem_id="core"))
+                    add("layer", gr.Slider(1, depth, depth, step=1, label="layer", elem_id="layer"))
+                    add("core", gr.Slider(1, most, 1, step=1, label="core", elem_id="core"))
                     add("kind", gr.Radio(_KINDS, value="norm", label="attention", elem_id="kind"))
     return parts
 

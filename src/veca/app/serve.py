@@ -46,10 +46,7 @@ def running(
         _environment(folder),
     ):
         gr = import_gradio()
-        shelf = Shelf(weights, device)
-        with shelf.use(shelf.default):
-            pass
-        page = build(Handlers(shelf, limits, folder))
+        page = build(Handlers(Shelf(weights, device), limits, folder))
         try:
             _, address, _ = page.queue(max_size=64, api_open=False).launch(
                 server_name=host,

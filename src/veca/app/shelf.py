@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -34,13 +35,20 @@ class Entry:
 
 
 class Shelf:
-    """Weights by name: those given, those on this machine, and fresh ones that say so."""
+    """Weights by name: those given, those on this machine, and fresh ones that say so.
+
+    Of given paths only the last part is the name: visitors need not know the server's folders.
+    """
 
     def __init__(self, given: Sequence[str] = (), device: torch.device | str = "cpu") -> None:
         self.device = device
-        self.names = list(dict.fromkeys([*given, *available(), FRESH_NAME]))
+        self._sources = _named([*given, *available()])
         self._loaded: OrderedDict[str, Entry] = OrderedDict()
         self._lock = threading.RLock()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._sources, FRESH_NAME]
 
     @property
     def default(self) -> str:
@@ -66,7 +74,25 @@ class Shelf:
         if name == FRESH_NAME:
             model = fresh_model(DEFAULT_WEIGHTS).to(self.device)
         else:
-            model = load(name, device=self.device)
+            model = load(self._sources[name], device=self.device)
         with torch.random.fork_rng(devices=[]):
             dense = DenseVit(model.config).to(self.device).eval()
         return Entry(name, model, is_fresh(model), dense)
+
+
+def _named(sources: Sequence[str]) -> dict[str, str]:
+    """Sources, each once, under names that differ."""
+    named: dict[str, str] = {}
+    for source in dict.fromkeys(sources):
+        name = unique = Path(source).expanduser().name if _is_path(source) else source
+        number = 1
+        while unique in named or unique == FRESH_NAME:
+            number += 1
+            unique = f"{name} ({number})"
+        named[unique] = source
+    return named
+
+
+def _is_path(source: str) -> bool:
+    path = Path(source).expanduser()
+    return bool(path.name) and (path.is_absolute() or path.exists())

@@ -30,7 +30,6 @@ from veca.viz.project import Palette
 from veca.viz.similarity import Point, cls_map, point_map, point_mark
 from veca.viz.view import View, file_stem, inference
 
-
 _PATIENCE_MS = 500.0  # a dense network slower than this is not timed again at every move
 
 
@@ -69,7 +68,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Times:
-    """Measured milliseconds of one image, the fastest of a few runs."""
+    """Measured milliseconds of one image, the fastest of up to three runs."""
 
     veca: float
     dense: float
@@ -188,7 +187,7 @@ def measure(seen: Look, entry: Entry, cores: int) -> Times:
         device=str(pixels.device),
         repeats=3,
         seconds=0.0,
-        limit=0.3,  # a slow network is timed once: the visitor is waiting
+        limit=0.2,  # a slow network is timed once: the visitor is waiting
     )
     with inference(entry.model):
         # Drawing was the warm-up of VECA; the dense network runs here first.
@@ -222,7 +221,7 @@ def numbers_table(seen: Look, cores: int, times: Times) -> str:
         f"<table><thead><tr><th></th><th>VECA, {c.cores} core{'s' * (c.cores != 1)}</th>"
         f"<th>dense ViT</th><th>of dense</th></tr></thead><tbody>{body}</tbody></table>"
         f"<p>{escape(seen.photo.name)} at {height} x {width} px, {c.grid[0]} x {c.grid[1]} "
-        f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of a few runs; "
+        f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of up to three runs; "
         "the rest is counted, interactions for one layer.</p>"
     )
 

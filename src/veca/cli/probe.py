@@ -132,6 +132,7 @@ def probe(
         "train-dataset": train_dataset, "train-data": train_data,
         "train-split": train_split if train_split != "train" else None, "test-split": test_split,
         "batch-size": batch_size, "threads": threads, "verify": verify or None,
+        "no-time": not time or None,
     }  # fmt: skip
     for one, folder in folders.items():
         with _Bar() as progress:

@@ -193,7 +193,7 @@ def summary(found: Sequence[Verdict], fresh: bool) -> str:
     if fresh:
         return (
             f"Fresh random weights: {shown} of {len(found)} published behaviours show in these "
-            "numbers. Nothing has been learned, so none is expected to; what shows is chance."
+            "numbers. Nothing has been learned, so none is expected to."
         )
     if shown == len(found):
         return f"These weights show all {shown} published behaviours."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,8 +76,9 @@ def report(
     for stem, view in unique_names(views):
         if len(views) > 1:
             page.heading(stem)
-        for name, title, figure in figures(view, PARTS, options):
+        for name in PARTS:
             progress(f"{stem}: {name}")
+            title, figure = draw_part(view, name, options)
             pictures.append(add_figure(page, figure, folder / f"{stem}-{name}.png", title))
     progress("numbers")
     budgets = check_budgets(model, options.cores)
@@ -87,18 +88,13 @@ def report(
     return Report(page.write(folder / "index.html"), pictures, rows, numbers.verdicts(rows), fresh)
 
 
-def figures(
-    view: View, names: Sequence[str], options: Options | None = None
-) -> Iterator[tuple[str, str, Figure]]:
-    """(name, heading, figure) of the parts of a report called `names`, in their order."""
-    options = options or Options()
-    parts = {name: (title, changes) for name, title, changes in _PARTS}
-    for name in names:
-        title, changes = parts[name]
-        wanted = replace(options, **changes)  # type: ignore[arg-type]
-        if name == "features-layers" and wanted.layers is None:
-            wanted = replace(wanted, layers=default_layers(view.model))
-        yield name, title, FIGURES[name.split("-")[0]].draw([view], wanted)
+def draw_part(view: View, name: str, options: Options | None = None) -> tuple[str, Figure]:
+    """The heading and the figure of a part of a report, one of `PARTS`."""
+    title, changes = next((title, changes) for part, title, changes in _PARTS if part == name)
+    wanted = replace(options or Options(), **changes)  # type: ignore[arg-type]
+    if name == "features-layers" and wanted.layers is None:
+        wanted = replace(wanted, layers=default_layers(view.model))
+    return title, FIGURES[name.split("-")[0]].draw([view], wanted)
 
 
 def add_figure(page: Page, figure: Figure, path: Path, title: str) -> Path:

@@ -1,0 +1,61 @@
+"""The model card claims what configuration and provenance say, and nothing else."""
+
+from __future__ import annotations
+
+from veca import PRESETS, VecaConfig
+from veca.integrations.card import model_card
+
+PROVENANCE = {
+    "method": "distillation",
+    "teacher": {"name": "dinov3-vits16", "licence": "dinov3-license"},
+    "teachers": [
+        {"name": "dinov3-vits16", "licence": "dinov3-license"},
+        {"name": "other", "licence": "mit"},
+    ],
+    "data": {"source": "photos", "images": 1200, "fingerprint": "f"},
+    "budgets": [8, 16],
+    "steps": 300,
+    "note": "a | b\nc",
+    "init": {"weights": None},
+    "tensors_sha256": "abc",
+    "file_sha256": "internal",
+}
+
+
+def test_a_card_from_provenance():
+    card = model_card(
+        PRESETS["veca_small_patch16"], PROVENANCE, name="me/small", tags=["veca", "x"]
+    )
+    header = card.split("---")[1]
+    assert "pipeline_tag: image-feature-extraction" in header
+    assert "license" not in header  # nobody said what the weights' own is
+    assert header.count('"veca"') == 1
+    assert card.split("---")[2].strip().startswith("# small")
+    assert "`veca_small_patch16`" in card
+    assert 'AutoModel.from_pretrained("me/small")' in card
+    assert "| teacher | dinov3-vits16 (licence: dinov3-license), other (licence: mit) |" in card
+    assert "| data | photos, 1200 images |" in card
+    assert "| budgets | 8, 16 |" in card
+    assert "| steps | 300 |" in card
+    assert r"| note | a \| b c |" in card
+    assert "internal" not in card
+    assert "fingerprint" not in card
+
+
+def test_a_card_without_provenance():
+    config = VecaConfig(depth=2, width=64, heads=2, num_cores=16)
+    for nothing in (None, {}, {"code_version": "1", "tensors_sha256": "abc"}):
+        card = model_card(config, nothing)
+        assert "Not recorded with these weights." in card
+    assert "a VECA network of its own size" in card
+    assert "cores=16" in card
+
+
+def test_what_was_changed_is_said():
+    card = model_card(
+        PRESETS["veca_tiny_patch16"],
+        {"derived_from": {"teacher": "t", "steps": 3}, "licence": "mit", "code_version": "2"},
+    )
+    assert "these weights differ from those whose origin follows" in card
+    assert "| teacher | t |" in card
+    assert 'license: "mit"' in card

@@ -1,0 +1,535 @@
+"""The classes of transformers: the plain model's numbers, its folders, and the usual interfaces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import veca
+from conftest import stirred
+from veca import Veca, VecaConfig, create_model
+from veca.errors import ConfigError, ImageError, InputError, MissingExtraError
+
+transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+if int(transformers.__version__.split(".")[0]) < 5:
+    pytest.skip("transformers 5 or newer is needed", allow_module_level=True)
+
+import veca.integrations.transformers as hf  # noqa: E402
+from veca.integrations.transformers import availability, folder  # noqa: E402
+
+CONFIG = VecaConfig(depth=3, width=64, heads=2, num_cores=16, output_width=48)
+PROVENANCE = {"teacher": {"name": "a teacher", "licence": "mit"}, "steps": 12, "licence": "cc0-1.0"}
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture
+def plain() -> Veca:
+    return stirred(create_model(CONFIG)).eval()
+
+
+@pytest.fixture
+def saved(plain, tmp_path):
+    """A folder of `veca.save`."""
+    return veca.save(plain, tmp_path / "plain", provenance=PROVENANCE)
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 48, 80)
+
+
+@pytest.fixture
+def photo():
+    return Image.effect_mandelbrot((100, 60), (-2, -1, 1, 1), 50).convert("RGB")
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
+
+
+# ---------------------------------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize("cores", [None, 1, 5])
+@torch.no_grad()
+def test_the_numbers_are_the_plain_models_bit_for_bit(plain, saved, images, cores):
+    model = transformers.AutoModel.from_pretrained(saved)
+    assert type(model) is hf.VecaModel
+    assert not model.training
+    wanted, found = plain(images, cores=cores), model(images, cores=cores)
+    assert torch.equal(found.pooler_output, wanted.cls)
+    assert torch.equal(found.patches, wanted.patches)
+    assert torch.equal(found.cores, wanted.cores)
+    assert torch.equal(found.core_xy, wanted.core_xy)
+    assert torch.equal(found.feature_map, wanted.feature_map())
+    tokens = torch.cat([wanted.cores, wanted.patches], dim=1)
+    assert torch.equal(found.last_hidden_state, tokens)
+    assert torch.equal(model(images, cores=cores, return_dict=False)[0], tokens)
+
+
+@torch.no_grad()
+def test_hidden_states_and_attentions(plain, saved, images):
+    model = hf.VecaModel.from_pretrained(saved)
+    out = model(images, cores=4, output_hidden_states=True, output_attentions=True)
+    assert torch.equal(out.pooler_output, plain(images, cores=4).cls)
+    assert len(out.hidden_states) == 4
+    layers = plain.forward_intermediates(images, cores=4, norm=False)
+    for state, layer in zip(out.hidden_states[1:], layers, strict=True):
+        assert torch.equal(state, torch.cat([layer.cores, layer.patches], dim=1))
+    embedded = plain.patch_embed(images).flatten(2).transpose(1, 2)
+    assert torch.equal(out.hidden_states[0][:, 4:], embedded)
+    assert torch.equal(out.hidden_states[0][0, :4], plain.bank.tokens[:4])
+    maps = plain.attention_maps(images, cores=4, per_head=True)  # [B, L, H, C, h, w]
+    assert torch.equal(torch.stack(out.attentions, dim=1), maps.flatten(-2))
+
+
+@torch.no_grad()
+def test_a_budget_in_the_configuration(plain, saved, images):
+    model = transformers.AutoModel.from_pretrained(saved, cores=3)
+    assert model.config.cores == 3
+    assert torch.equal(model(images).pooler_output, plain(images, cores=3).cls)
+    assert torch.equal(model(images, cores=7).pooler_output, plain(images, cores=7).cls)
+    with pytest.raises(InputError, match="from 1 to 16"):
+        model(images, cores=17)
+    with pytest.raises(InputError, match="multiples of the patch size"):
+        model(images[..., :50])
+
+
+def test_gradient_checkpointing_keeps_the_gradients(plain, images):
+    model = hf.VecaModel.from_veca(plain).train()
+    gradients = []
+    for enable in (model.gradient_checkpointing_disable, model.gradient_checkpointing_enable):
+        enable()
+        torch.manual_seed(3)  # coordinates are augmented in training
+        model.zero_grad()
+        model(images).last_hidden_state.square().mean().backward()
+        gradients.append(plain.blocks[0].attn.q.weight.grad.clone())
+    assert plain.gradient_checkpointing
+    torch.testing.assert_close(gradients[0], gradients[1])
+
+
+def test_fresh_weights_start_as_published():
+    config = hf.VecaConfig(depth=2, width=64, heads=2, num_cores=16)
+    for model in (transformers.AutoModel.from_config(config), hf.VecaModel(config)):
+        assert torch.equal(model.veca.moves[0].alpha, torch.tensor(0.01))
+        assert torch.equal(model.veca.norm.weight, torch.ones(64))
+        assert model.veca.bank.tokens.std().item() == pytest.approx(64**-0.5, rel=0.1)
+        assert model.veca.blocks[1].ffn.up.weight.std().item() == pytest.approx(0.02, rel=0.1)
+        xy = model.veca.bank.coordinates.tanh()
+        assert 0.6 < xy.abs().max() < 0.951
+
+
+# ---------------------------------------------------------------------------------------- folders
+
+
+def test_round_trip_and_back_to_the_plain_model(plain, saved, tmp_path):
+    model = transformers.AutoModel.from_pretrained(saved)
+    out = tmp_path / "hf"
+    model.save_pretrained(out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+        "provenance.json",
+    ]
+    loaded = veca.load(out)
+    assert same(loaded, plain)
+    assert loaded.config == CONFIG
+    assert veca.weights.read_provenance(out)["teacher"] == PROVENANCE["teacher"]
+    again = transformers.AutoModel.from_pretrained(out)
+    assert same(again.veca, plain)
+    assert again.provenance["steps"] == 12
+    fields = json.loads((out / "config.json").read_text())
+    assert fields["model_type"] == "veca"
+    assert fields["architectures"] == ["VecaModel"]
+    assert {name: fields[name] for name in CONFIG.to_dict()} == CONFIG.to_dict()
+
+
+def test_settings_of_transformers_do_not_keep_veca_from_loading(plain, saved, tmp_path):
+    model = hf.VecaBackbone.from_pretrained(saved, cores=5, out_indices=[1, 3])
+    model.save_pretrained(tmp_path / "hf")
+    again = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert (again.cores, again.out_indices, again.out_features) == (5, [1, 3], ["stage1", "stage3"])
+    assert same(veca.load(tmp_path / "hf"), plain)
+
+
+def test_weights_that_changed_say_what_they_come_from(saved, tmp_path):
+    model = hf.VecaModel.from_pretrained(saved)
+    with torch.no_grad():
+        model.veca.norm.bias += 1
+    model.save_pretrained(tmp_path / "tuned")
+    found = veca.weights.read_provenance(tmp_path / "tuned")
+    assert found["derived_from"]["teacher"] == PROVENANCE["teacher"]
+    assert "teacher" not in found
+    assert "differ from those whose origin follows" in (tmp_path / "tuned/README.md").read_text()
+
+
+def test_half_precision_and_shards(saved, plain, tmp_path):
+    model = transformers.AutoModel.from_pretrained(saved, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    assert veca.load(tmp_path / "half", dtype=None).norm.weight.dtype == torch.bfloat16
+    assert transformers.AutoModel.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+    whole = hf.VecaModel.from_pretrained(saved)
+    whole.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    assert same(hf.VecaModel.from_pretrained(tmp_path / "shards").veca, plain)
+
+
+def test_what_lies_there_is_kept(saved, tmp_path):
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "README.md").write_text("mine")
+    model = hf.VecaModel.from_pretrained(saved)
+    model.save_pretrained(out)
+    model.save_pretrained(out, is_main_process=False)
+    assert (out / "README.md").read_text() == "mine"
+    with torch.no_grad():
+        model.veca.norm.bias += 1
+    model.save_pretrained(out)  # over older weights
+    assert same(veca.load(out), model.veca)
+
+
+def test_a_plain_model_becomes_one_of_transformers(plain, images, tmp_path):
+    model = hf.VecaModel.from_veca(plain, provenance=PROVENANCE)
+    assert model.veca is plain
+    assert not any(p.is_meta for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    assert same(veca.load(tmp_path), plain)
+
+
+# ------------------------------------------------------------------------------------ configuration
+
+
+def test_configurations_translate_both_ways():
+    config = hf.VecaConfig.from_veca(CONFIG, cores=9)
+    assert config.to_veca() == CONFIG
+    assert config.hidden_size == 48
+    assert (config.num_hidden_layers, config.num_attention_heads, config.num_channels) == (3, 2, 3)
+    assert hf.VecaConfig(num_hidden_layers=5).depth == 5
+    assert hf.VecaConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 65}, "not a multiple of heads"),
+        ({"cores": 65}, "from 1 to 64"),
+        ({"format_version": 99}, "format version 99"),
+        ({"out_features": ["stage1"], "out_indices": [2]}, "not the same stages"),
+        ({"out_features": ["stage13"]}, "out_features"),
+        ({"depth": 0}, "depth must be a whole number"),
+    ],
+)
+def test_bad_configurations_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        hf.VecaConfig(**fields)
+    if "stage13" not in str(fields):
+        assert isinstance(caught.value, (ConfigError, InputError))
+
+
+# ----------------------------------------------------------------------------------------- backbone
+
+
+@torch.no_grad()
+def test_feature_maps_of_chosen_stages(plain, saved, images):
+    model = transformers.AutoBackbone.from_pretrained(saved, out_indices=[1, 3])
+    assert type(model) is hf.VecaBackbone
+    assert model.out_features == ["stage1", "stage3"]
+    assert model.channels == [48, 48]
+    found = model(images, cores=6).feature_maps
+    wanted = plain.forward_intermediates(images, cores=6, layers=(1, 3))
+    assert all(torch.equal(a, b.feature_map()) for a, b in zip(found, wanted, strict=True))
+
+    raw = transformers.AutoBackbone.from_pretrained(
+        saved, out_features=["stem", "stage2"], apply_layernorm=False, cores=2
+    )
+    assert raw.channels == [64, 64]
+    out = raw(images, output_hidden_states=True)
+    assert torch.equal(out.feature_maps[0], plain.patch_embed(images))
+    layer = plain.forward_intermediates(images, cores=2, layers=(2,), norm=False)[0]
+    assert torch.equal(out.feature_maps[1], layer.feature_map())
+    assert len(out.hidden_states) == 3
+
+    tokens = hf.VecaBackbone.from_pretrained(saved, reshape_hidden_states=False, cores=2)
+    assert tokens(images).feature_maps[0].shape == (2, 2 + 15, 48)
+    assert transformers.AutoBackbone.from_config(model.config).out_indices == [1, 3]
+
+
+def test_blocks_after_the_last_stage_are_not_run(saved, images):
+    model = transformers.AutoBackbone.from_pretrained(saved, out_indices=[1])
+    ran = []
+    for number, block in enumerate(model.veca.blocks, start=1):
+        block.register_forward_hook(lambda *_, n=number: ran.append(n))
+    model(images)
+    assert ran == [1]
+
+
+# --------------------------------------------------------------------------------- classification
+
+
+def test_a_classifier_on_top(plain, saved, images, tmp_path):
+    model = transformers.AutoModelForImageClassification.from_pretrained(saved, num_labels=5)
+    labels = torch.tensor([1, 4])
+    out = model(images, labels=labels, cores=4)
+    with torch.no_grad():
+        logits = model.classifier(plain(images, cores=4).cls)
+    torch.testing.assert_close(out.logits, logits)
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(logits, labels))
+    model.save_pretrained(tmp_path / "classifier")
+    again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "classifier")
+    assert same(again, model)
+    assert again.config.num_labels == 5
+    assert same(transformers.AutoModel.from_pretrained(tmp_path / "classifier").veca, plain)
+    assert (tmp_path / "classifier" / "README.md").is_file()
+
+    model.config.problem_type = "multi_label_classification"
+    targets = torch.rand(2, 5)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets)
+    torch.testing.assert_close(model(images, labels=targets, cores=4).loss, expected)
+    model.config.problem_type = "regression"
+    expected = (logits - targets).square().mean()
+    torch.testing.assert_close(model(images, labels=targets, cores=4).loss, expected)
+
+
+# ---------------------------------------------------------------------------------------- processor
+
+
+def test_the_processor_gives_the_pixels_of_preprocess(photo, tmp_path):
+    path = tmp_path / "photo.png"
+    photo.save(path)
+    array = np.asarray(photo)
+    processor = hf.VecaImageProcessor(size={"height": 64, "width": 96})
+    wanted = veca.preprocess(photo, size=(64, 96)).pixels
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    for source in (photo, str(path), path, array, array.transpose(2, 0, 1), tensor):
+        found = processor(source, return_tensors="pt").pixel_values
+        assert torch.equal(found, wanted)
+    for batch in ([photo, photo], np.stack([array, array]), (photo, [array])):
+        found = processor(batch, return_tensors="pt").pixel_values
+        assert torch.equal(found, wanted.repeat(2, 1, 1, 1))
+    assert isinstance(processor(photo, return_tensors="np")["pixel_values"], np.ndarray)
+
+    short = processor(photo, size={"shortest_edge": 32}, fit="pad", return_tensors="pt")
+    assert torch.equal(short.pixel_values, veca.preprocess(photo, size=32, fit="pad").pixels)
+    native = processor(photo, do_resize=False, do_normalize=False, return_tensors="pt").pixel_values
+    bare = veca.preprocess(photo, mean=(0, 0, 0), std=(1, 1, 1)).pixels
+    assert torch.equal(native, bare)
+    grey = processor(array[..., 0], return_tensors="pt").pixel_values
+    assert torch.equal(grey, veca.preprocess(photo.getchannel(0), size=(64, 96)).pixels)
+
+
+def test_several_sizes_in_a_batch(photo):
+    processor = hf.VecaImageProcessor(size={"shortest_edge": 32})
+    pair = [photo, photo.resize((32, 64))]
+    listed = processor(pair)["pixel_values"]
+    assert [tuple(x.shape) for x in listed] == [(3, 32, 48), (3, 64, 32)]
+    with pytest.raises(ImageError, match="one size, but these come out at 32 x 48, 64 x 32"):
+        processor(pair, return_tensors="pt")
+    assert hf.VecaImageProcessor()(pair, return_tensors="pt").pixel_values.shape[2:] == (512, 512)
+
+
+def test_what_the_processor_refuses(photo):
+    processor = hf.VecaImageProcessor()
+    for call, message in [
+        (lambda: processor(np.zeros((8, 8, 3), np.float32)), r"dtype float32, expected 8-bit"),
+        (lambda: processor(photo, do_rescale=False), "do_rescale=False"),
+        (lambda: processor(photo, sise=3), "unknown option 'sise'"),
+        (lambda: processor(photo, size={"longest_edge": 3}), "size must be"),
+        (lambda: processor(photo, fit="stretch"), "unknown fit 'stretch'"),
+        (lambda: processor([]), "no images given"),
+        (lambda: processor("nothing.png"), r"nothing\.png"),
+    ]:
+        with pytest.raises(ImageError, match=message):
+            call()
+
+
+def test_the_processor_is_saved_and_found(saved, tmp_path):
+    model = hf.VecaModel.from_pretrained(saved)
+    model.save_pretrained(tmp_path / "hf")
+    found = transformers.AutoImageProcessor.from_pretrained(tmp_path / "hf")
+    assert type(found) is hf.VecaImageProcessor
+    found = transformers.AutoImageProcessor.from_pretrained(
+        tmp_path / "hf", size={"height": 32, "width": 48}
+    )
+    assert found.size == {"height": 32, "width": 48}
+    found.save_pretrained(tmp_path / "processor")
+    again = transformers.AutoImageProcessor.from_pretrained(tmp_path / "processor")
+    assert again.to_dict() == found.to_dict()
+
+
+def test_the_processor_of_a_folder_of_veca_save(tmp_path):
+    config = CONFIG.replace(patch_size=8, image_mean=(0.5, 0.4, 0.3))
+    veca.save(create_model(config), tmp_path)
+    found = hf.VecaImageProcessor.from_pretrained(tmp_path)
+    assert (found.patch_size, found.image_mean) == (8, [0.5, 0.4, 0.3])
+    found.save_pretrained(tmp_path)
+    assert transformers.AutoImageProcessor.from_pretrained(tmp_path).patch_size == 8
+
+
+@torch.no_grad()
+def test_the_pipeline(plain, saved, photo, tmp_path):
+    hf.VecaModel.from_pretrained(saved, cores=4).save_pretrained(tmp_path / "hf")
+    size = {"height": 32, "width": 48}
+    pipe = transformers.pipeline(
+        "image-feature-extraction",
+        model=str(tmp_path / "hf"),
+        image_processor_kwargs={"size": size},
+    )
+    wanted = plain(veca.preprocess(photo, size=(32, 48)).pixels, cores=4)
+    found = pipe(photo, return_tensors=True)
+    assert torch.equal(found, torch.cat([wanted.cores, wanted.patches], dim=1))
+    assert torch.equal(pipe(photo, pool=True, return_tensors=True), wanted.cls)
+    batch = pipe([photo, photo], batch_size=2, return_tensors=True)
+    assert [x.shape for x in batch] == [found.shape] * 2
+
+
+# ---------------------------------------------------------------------------------------------- hub
+
+
+class Hub:
+    """Stands in for the hub's client: notes what would be sent."""
+
+    def __init__(self, has_card):
+        self.has_card, self.calls = has_card, []
+
+    def __call__(self, token=None):
+        self.token = token
+        return self
+
+    def create_repo(self, repo_id, **options):
+        self.calls.append(("create_repo", repo_id, options))
+        return type("Url", (), {"repo_id": repo_id})()
+
+    def file_exists(self, repo_id, name, **options):
+        return self.has_card
+
+    def create_branch(self, repo_id, **options):
+        self.calls.append(("create_branch", repo_id, options))
+
+    def upload_folder(self, *, folder_path, allow_patterns, ignore_patterns, **options):
+        sent = sorted(set(allow_patterns) - set(ignore_patterns))
+        self.sent = {name: (folder_path / name).read_bytes() for name in sent}
+        self.calls.append(("upload_folder", options.pop("repo_id"), options))
+        return "done"
+
+
+@pytest.mark.parametrize("has_card", [False, True])
+def test_push_to_hub_with_a_card(saved, plain, monkeypatch, tmp_path, has_card):
+    import huggingface_hub
+
+    hub = Hub(has_card)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    model = hf.VecaModel.from_pretrained(saved)
+    done = model.push_to_hub("me/mine", private=True, token="t", tags=["birds"], revision="try")
+    assert done == "done"
+    assert hub.token == "t"
+    assert hub.calls[0] == ("create_repo", "me/mine", {"private": True, "exist_ok": True})
+    assert ("create_branch", "me/mine", {"branch": "try", "exist_ok": True}) in hub.calls
+    assert ("README.md" in hub.sent) is not has_card
+    assert {"config.json", "model.safetensors", "preprocessor_config.json"} <= set(hub.sent)
+    for name, data in hub.sent.items():
+        (tmp_path / name).write_bytes(data)
+    assert same(veca.load(tmp_path), plain)
+    if not has_card:
+        card = hub.sent["README.md"].decode()
+        assert 'veca.load("me/mine")' in card
+        assert 'license: "cc0-1.0"' in card
+        assert '- "birds"' in card
+        assert "a teacher (licence: mit)" in card
+
+
+def test_save_and_push_at_once(saved, monkeypatch, tmp_path):
+    import huggingface_hub
+
+    hub = Hub(has_card=False)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    (tmp_path / "notes.txt").write_text("mine")
+    model = hf.VecaModel.from_pretrained(saved)
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/mine", commit_message="first")
+    assert "README.md" in hub.sent
+    assert "notes.txt" not in hub.sent
+    assert hub.calls[-1][2]["commit_message"] == "first"
+
+
+# ------------------------------------------------------------------------------------- availability
+
+
+def test_transformers_missing_or_old(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[hf\]'"):
+        availability.require_transformers()
+    old = type(sys)("transformers")
+    old.__version__ = "4.57.1"
+    monkeypatch.setitem(sys.modules, "transformers", old)
+    with pytest.raises(MissingExtraError, match=r"5 or newer, found 4\.57\.1"):
+        availability.require_transformers()
+
+
+def test_registering_twice_changes_nothing():
+    hf.register()
+    method = transformers.AutoBackbone.from_pretrained.__func__
+    hf.register()
+    assert transformers.AutoBackbone.from_pretrained.__func__ is method
+
+
+def test_other_backbones_go_their_usual_way(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "dinov2"}')
+    asked = []
+    base = transformers.AutoBackbone.__mro__[1]
+    monkeypatch.setattr(
+        base, "from_pretrained", classmethod(lambda cls, name, **options: asked.append(name))
+    )
+    transformers.AutoBackbone.from_pretrained(tmp_path)
+    transformers.AutoBackbone.from_pretrained("owner/name")
+    assert asked == [tmp_path, "owner/name"]
+
+
+def test_a_broken_torchvision_does_not_matter(saved, photo, tmp_path):
+    broken = tmp_path / "broken" / "torchvision"
+    broken.mkdir(parents=True)
+    (broken / "__init__.py").write_text("raise RuntimeError('operator torchvision::nms')")
+    info = tmp_path / "broken" / "torchvision-0.99.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.99\n")
+    photo.save(tmp_path / "photo.png")
+    hf.VecaModel.from_pretrained(saved).save_pretrained(tmp_path / "hf")
+    script = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+import transformers
+assert transformers.utils.is_torchvision_available()
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    import veca.integrations.transformers
+assert any("torchvision is installed but cannot be imported" in str(w.message) for w in said)
+from transformers import AutoBackbone, AutoImageProcessor, AutoModel, pipeline
+pixels = AutoImageProcessor.from_pretrained(sys.argv[2])(
+    sys.argv[3], size=32, return_tensors="pt")
+print(list(AutoModel.from_pretrained(sys.argv[2])(**pixels).pooler_output.shape))
+pipe = pipeline("image-feature-extraction", model=sys.argv[2])
+print(list(pipe(sys.argv[3], return_tensors=True, image_processor_kwargs={"size": 32}).shape))
+"""
+    args = [str(tmp_path / "broken"), str(tmp_path / "hf"), str(tmp_path / "photo.png")]
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["[1, 48]", "[1, 20, 48]"], done.stderr[-2000:]
+
+
+def test_sizes_in_words():
+    assert folder._bytes("50GB") == 50 * 10**9
+    assert folder._bytes("5MiB") == 5 * 2**20
+    assert folder._bytes(17) == 17
+    assert folder._bytes("much") == 0
