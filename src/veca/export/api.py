@@ -29,6 +29,12 @@ ANY = "any"
 
 Size = tuple[int, int]
 
+_WRITERS = {"onnx": onnx_file.write, "torch-export": torch_file.write}
+_RUNNERS: dict[str, Callable[[Path], verify.Runner]] = {
+    "onnx": onnx_file.OnnxRunner,
+    "torch-export": torch_file.TorchRunner,
+}
+
 
 @dataclass(frozen=True)
 class Exported:
@@ -90,30 +96,21 @@ def export_model(
         pass  # a folder that cannot be written to says so now, not after minutes of tracing
     say = progress or (lambda _: None)
     reference = frozen_copy(model, torch.float32)
-    exported = frozen_copy(model, DTYPES[dtype])
+    traced = reference if dtype == "float32" else frozen_copy(model, DTYPES[dtype])
     tensors = weights_hash(model)
     written = []
     for budget in budgets:
-        stem = _stem(name, budget, size, dtype)
         facts = _facts(model, to, budget, size, dtype, tensors)
-        path = folder / f"{stem}{FORMATS[to]}"
+        path = folder / f"{_stem(name, budget, size, dtype)}{FORMATS[to]}"
         with files.temporary_beside(path) as temporary:
             say(f"tracing {path.name}")
-            program = trace(exported, None if budget == ANY else int(budget), size)
+            program = trace(traced, None if budget == ANY else int(budget), size)
             with files.output_errors(path):
-                if to == "onnx":
-                    data = onnx_file.serialize(program, model.config, facts)
-                    facts["opset"] = onnx_file.opset(data)
-                    temporary.write_bytes(data)
-                    del data
-                else:
-                    torch_file.write(program, temporary, facts)
-            del program
-            run: onnx_file.OnnxRunner | torch_file.TorchRunner
-            run = (onnx_file.OnnxRunner if to == "onnx" else torch_file.TorchRunner)(temporary)
+                _WRITERS[to](program, temporary, facts)
+            del program  # it holds the weights, as does what comes next
             checks = []
             for check in verify.checks(
-                run,
+                _RUNNERS[to](temporary),
                 reference,
                 cores=_budgets_to_check(budget, model.config.num_cores),
                 sizes=[size] if size else _sizes_to_check(model, check_sizes),
@@ -124,24 +121,37 @@ def export_model(
                 )
                 _require_same(check, path, DTYPES[dtype])
                 checks.append(check)
-            del run
-            report = path.with_suffix(path.suffix + ".json")
-            entry = Exported(
-                *(path, report, to, budget, dtype, size, temporary.stat().st_size, tuple(checks))
-            )
-            content = {
-                "file": path.name,
-                "bytes": entry.bytes,
-                "sha256": file_hash(temporary),
-                **facts,
-                "verification": _verification(entry),
-            }
-            with files.output_errors(report):
-                report.unlink(missing_ok=True)  # never an old report beside a new file
-            files.commit(temporary, path)
-            files.atomic_write_json(report, content)
-        written.append(entry)
+            written.append(_keep(temporary, path, facts, size, checks))
     return written
+
+
+def _keep(
+    temporary: Path, path: Path, facts: dict[str, Any], size: Size | None, checks: list[Any]
+) -> Exported:
+    """Put a file that passed its checks in place, and the report beside it."""
+    report = path.with_suffix(path.suffix + ".json")
+    entry = Exported(
+        path=path,
+        report=report,
+        format=facts["format"],
+        cores=facts["cores"],
+        dtype=facts["dtype"],
+        size=size,
+        bytes=temporary.stat().st_size,
+        checks=tuple(checks),
+    )
+    content = {
+        "file": path.name,
+        "bytes": entry.bytes,
+        "sha256": file_hash(temporary),
+        **facts,
+        "verification": _verification(entry),
+    }
+    with files.output_errors(report):
+        report.unlink(missing_ok=True)  # never an old report beside a new file
+    files.commit(temporary, path)
+    files.atomic_write_json(report, content)
+    return entry
 
 
 def _check(

@@ -51,14 +51,14 @@ def check_fits(weight_bytes: int) -> None:
         )
 
 
-def serialize(
-    program: torch.export.ExportedProgram, config: VecaConfig, facts: Mapping[str, Any]
-) -> bytes:
-    """The bytes of the ONNX file of a traced program.
+def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, Any]) -> None:
+    """Write a traced program as ONNX.
 
     Args:
-        facts: what a reader of the file should know; kept in its metadata, as JSON.
+        facts: what a reader of the file should know; kept in its metadata, as JSON. The version
+            of the ONNX operators is added to them.
     """
+    config = VecaConfig.from_dict(facts["config"])
     (onnx,) = require("onnx")
     require("onnxscript")
     inputs = ["images"] if facts["cores"] != "any" else ["images", "cores"]
@@ -90,17 +90,12 @@ def serialize(
         _check_budget(onnx, proto, config.num_cores)
     proto.producer_name = "veca"
     proto.producer_version = facts["versions"]["veca"]
+    facts["opset"] = max(entry.version for entry in proto.opset_import if not entry.domain)
     entry = proto.metadata_props.add()
     entry.key, entry.value = METADATA, json.dumps(facts)
     onnx.checker.check_model(proto)
-    return proto.SerializeToString()
-
-
-def opset(data: bytes) -> int:
-    """The version of the ONNX operators that a file uses."""
-    (onnx,) = require("onnx")
-    versions = {entry.domain: entry.version for entry in onnx.load_from_string(data).opset_import}
-    return int(versions[""])
+    with path.open("wb") as file:
+        file.write(proto.SerializeToString())
 
 
 def _repeat_interleave(self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:

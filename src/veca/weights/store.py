@@ -34,8 +34,14 @@ FILES = (TENSORS, CONFIG, PROVENANCE)
 SUFFIX = ".safetensors"
 
 _MODEL_TYPE = "veca"
-# Fields that other tools add to a config.json; they say nothing about the function computed.
-_BOOKKEEPING = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+# Fields that transformers adds to a config.json: about the file, and how its classes are used. They
+# say nothing about the function the weights compute.
+_BOOKKEEPING = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+    *("cores", "out_features", "out_indices", "apply_layernorm", "reshape_hidden_states"),
+    *("id2label", "label2id", "problem_type", "return_dict"),
+    *("output_attentions", "output_hidden_states"),
+}
 _HEADER_CONFIG, _HEADER_PROVENANCE = "veca_config", "veca_provenance"
 _FETCH_AGAIN = "the file is cut short or damaged; fetch or write it again"
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
