@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from veca.app.serve import running
+from veca.app.serve import _stop_signal, running
 from veca.cli.demo import demo
 from veca.errors import InputError, MissingExtraError, WeightsError
 
@@ -42,6 +43,13 @@ def test_it_listens_on_this_machine_alone_and_cleans_up(weights, monkeypatch, tm
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.chdir(home)
     before = dict(os.environ)
+    look_up, hosts = socket.getaddrinfo, set()
+
+    def recorded(host, *args, **options):
+        hosts.add(host)
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", recorded)
     with running([weights]) as address:
         assert address.startswith("http://127.0.0.1:")
         (folder,) = temporary.iterdir()
@@ -53,8 +61,18 @@ def test_it_listens_on_this_machine_alone_and_cleans_up(weights, monkeypatch, tm
             other.bind(("127.0.0.2", port))
         with pytest.raises(InputError, match=f"port {port}"), running([weights], port=port):
             pass
+    assert hosts <= {"127.0.0.1", "localhost", None}  # no name of any other machine was looked up
     assert dict(os.environ) == before
     assert list(temporary.iterdir()) == [] and list(home.iterdir()) == []
+
+
+def test_being_asked_to_end_is_heard():
+    before = signal.getsignal(signal.SIGTERM)
+    with _stop_signal() as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wait(10)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @needs_gradio

@@ -93,6 +93,14 @@ class TestTable:
         text = out.file.getvalue()
         assert "knn on oxford-pets, protocol quick" in text and "81.00" in text
 
+    def test_nothing_is_lost_on_80_columns(self):
+        for made in (run(), depth_run()):
+            out = Console(file=io.StringIO(), width=80)
+            out.print(rich_table(made))
+            text = out.file.getvalue()
+            assert "small" in text and "…" not in text
+            assert all(part in text for part in ("7.2", "90.0 %", "3,200"))
+
     def test_markdown(self):
         text = markdown(run())
         lines = text.splitlines()

@@ -54,6 +54,20 @@ def test_photos_of_any_size_are_shown_at_the_height_of_a_panel(tiny, size):
     assert figure.panels[0].picture.size == figure.panels[1].picture.size == view.shown.size
 
 
+def test_photos_are_upright_however_they_are_given(tiny, photo, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    path = tmp_path / "turned.png"
+    photo.save(path, exif=exif)
+    with Image.open(path) as opened:
+        views = [viz.View(tiny, source, 32) for source in (path, opened, path.read_bytes())]
+    assert [view.photo.size for view in views] == [(64, 96)] * 3
+    assert views[0].name == "turned"
+    assert viz.View(tiny, photo, 32).photo is photo  # nothing to do: no copy
+    grey = viz.View(tiny, photo.convert("L"), 32)
+    assert grey.photo.mode == "RGB"
+
+
 def test_points_fall_on_patches(view):
     assert view.patch_at((0.0, 0.0)) == (0, 0)
     assert view.patch_at((1.0, 1.0)) == (3, 5)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -87,12 +88,26 @@ def serve(
     device: torch.device | str = "cpu",
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve the page until interrupted; `ready` is called with its address."""
-    with running(weights, host=host, port=port, device=device) as address:
+    """Serve the page until interrupted or ended; `ready` is called with its address."""
+    with running(weights, host=host, port=port, device=device) as address, _stop_signal() as stop:
         ready(address)
         with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(1)
+            while not stop.wait(1):  # not for ever: some systems interrupt no endless wait
+                pass
+
+
+@contextlib.contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    """An event that is set when the process is asked to end, so that it can clean up."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread hears of signals
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -221,8 +221,8 @@ def numbers_table(seen: Look, cores: int, times: Times) -> str:
         f"<table><thead><tr><th></th><th>VECA, {c.cores} core{'s' * (c.cores != 1)}</th>"
         f"<th>dense ViT</th><th>of dense</th></tr></thead><tbody>{body}</tbody></table>"
         f"<p>{escape(seen.photo.name)} at {height} x {width} px, {c.grid[0]} x {c.grid[1]} "
-        f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of up to three runs; "
-        "the rest is counted, interactions for one layer.</p>"
+        f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of up to three "
+        "runs; the rest is counted, interactions for one layer.</p>"
     )
 
 

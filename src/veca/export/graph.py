@@ -117,7 +117,7 @@ def _forget_origin(program: torch.export.ExportedProgram) -> None:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence torch's remarks about its own deprecations and about packages not installed."""
-    names = ("torch.onnx", "torch.export", "torch.__trace", "onnxscript")
+    names = ("torch.onnx", "torch.export", "torch._export", "torch.__trace", "onnxscript")
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():

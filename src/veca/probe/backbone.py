@@ -236,6 +236,7 @@ class TeacherBackbone(Backbone):
                     {k: v for k, v in facts.items() if k not in ("name", "source", "licence")}
                 ),
                 "structure": hashlib.sha256(str(self.teacher).encode()).hexdigest(),
+                **_settings_of(self.teacher),
             }
         return self._identity
 
@@ -254,6 +255,21 @@ class TeacherBackbone(Backbone):
         patches = (height // self.teacher.stride) * (width // self.teacher.stride)
         attends = any("attention" in type(m).__name__.lower() for m in self.teacher.modules())
         return Compute(patches**2 if attends else None, counter.get_total_flops())
+
+
+# Of a model's configuration, what says nothing about its features.
+_BOOKKEEPING = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+
+
+def _settings_of(module: nn.Module) -> dict[str, str]:
+    """The configuration of a model that carries one: weights alone do not show everything."""
+    for part in module.modules():
+        to_dict = getattr(getattr(part, "config", None), "to_dict", None)
+        if callable(to_dict):
+            facts = {k: v for k, v in to_dict().items() if k not in _BOOKKEEPING}
+            text = json.dumps(facts, sort_keys=True, default=str)
+            return {"config": hashlib.sha256(text.encode()).hexdigest()}
+    return {}
 
 
 def _cpu_attention() -> dict[Any, Any]:

@@ -73,14 +73,20 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def rich_table(run: Run) -> Table:
-    """For the terminal."""
+    """For the terminal; tasks with three scores leave out the FLOPs, to fit on 80 columns."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=run.title)
-    for i, title in enumerate(header(run)):
-        table.add_column(title, justify="left" if i == 0 else "right")
+    titles = header(run)
+    shown = [i for i, title in enumerate(titles) if title != "GFLOPs" or run.task not in _ALSO]
+    table = Table(title=run.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("backbone", overflow="fold", min_width=8)
+    for i in shown[1:]:
+        tall = titles[i].replace("interactions", "inter-\nactions").replace(" ", "\n")
+        table.add_column(tall, justify="right", no_wrap=True)
     for row in ordered(run.rows):
-        table.add_row(*cells(run, row))
+        texts = cells(run, row)
+        table.add_row(*(texts[i] for i in shown))
     return table
 
 

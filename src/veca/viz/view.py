@@ -205,7 +205,10 @@ def inference(model: Veca) -> Iterator[None]:
 
 def _is_plain(photo: Source) -> TypeGuard[Image.Image]:
     """Whether a photo is as `read_image` leaves it: no need for another copy."""
-    return isinstance(photo, Image.Image) and photo.mode == "RGB" and not photo.info
+    # Not a subclass: an image that stands for a file may hold an orientation it has yet to read.
+    if not isinstance(photo, Image.Image) or type(photo) is not Image.Image:
+        return False
+    return photo.mode == "RGB" and not photo.info
 
 
 def _cpu(tensor: Tensor) -> Tensor:
