@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 .PHONY: run test lint clean
 
 run: $(VENV)/.installed
-	$(BIN)/veca quickstart
+	# One thread: on a busy machine several that wait for each other are many times slower.
+	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
