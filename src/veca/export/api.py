@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from veca import files
-from veca.errors import InputError, suggest
+from veca.errors import InputError, OutputError, suggest
 from veca.export import onnx_file, torch_file, verify
 from veca.export.errors import ExportError
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
@@ -92,8 +92,7 @@ def export_model(
         raise InputError(f"export_model takes a Veca model, got {type(model).__name__}.")
     budgets = _check(model, to, cores, size, dtype, name, check_sizes)
     folder = Path(out).expanduser()
-    with files.temporary_beside(folder / f"{name}.json"):
-        pass  # a folder that cannot be written to says so now, not after minutes of tracing
+    _require_writable(folder)
     say = progress or (lambda _: None)
     reference = frozen_copy(model, torch.float32)
     traced = reference if dtype == "float32" else frozen_copy(model, DTYPES[dtype])
@@ -123,6 +122,16 @@ def export_model(
                 checks.append(check)
             written.append(_keep(temporary, path, facts, size, checks))
     return written
+
+
+def _require_writable(folder: Path) -> None:
+    """Let a folder that cannot be written to say so now, not after minutes of tracing."""
+    try:
+        with files.temporary_beside(folder / "test"):
+            pass
+    except OutputError as error:
+        cause = error.__cause__
+        raise files.cannot_write(folder, cause) if isinstance(cause, OSError) else error from cause
 
 
 def _keep(

@@ -42,6 +42,7 @@ def is_simple(
         and not options.get("distributed_checkpoint")
         and all(tensor.is_floating_point() for tensor in state.values())
         and not any(tensor.is_meta for tensor in state.values())
+        and not any(hasattr(tensor, "full_tensor") for tensor in state.values())  # one rank's part
     )
 
 

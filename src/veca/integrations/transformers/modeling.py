@@ -175,7 +175,6 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         """
         hub = {k: kwargs.pop(k) for k in folders.HUB_OPTIONS if k in kwargs}
         target = Path(save_directory)
-        model = getattr(self, "_orig_mod", self)
         state = dict(self.state_dict() if state_dict is None else state_dict)
         whole = set(state) == set(self.state_dict())
         simple = folders.is_simple(self, state, max_shard_size, variant, kwargs)
@@ -183,7 +182,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             if is_main_process:
                 plain = {n.removeprefix(_PREFIX): t for n, t in state.items()}
                 self.config.dtype = str(self.dtype).removeprefix("torch.")
-                self.config.architectures = [type(model).__name__]
+                self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
                 folders.write_plain(target, plain, self.config, self.provenance)
         else:
             super().save_pretrained(
