@@ -249,6 +249,10 @@ class Teacher(nn.Module):
             pixels = F.interpolate(
                 pixels, size, mode="bicubic", align_corners=False, antialias=True
             ).clamp(0, 1)
+        return self._normalise(pixels)
+
+    def _normalise(self, pixels: Tensor) -> Tensor:
+        """What `_extract` is given, from float32 pixels of the right size."""
         return ((pixels - self._mean) / self._std).to(
             self.weight_dtype, memory_format=self.memory_format
         )

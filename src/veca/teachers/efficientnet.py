@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from veca.errors import MissingExtraError, suggest
+from veca.teachers import convolutions
 from veca.teachers.base import Teacher, TeacherError
 
 WIDTH = 1280
@@ -87,6 +88,16 @@ class _Conv(nn.Module):
         x = F.conv2d(x, self.weight, self.bias, self.stride, padding, 1, self.groups)
         return F.relu6(x) if self.act else x
 
+    def pointwise(self, x: Tensor) -> Tensor:
+        """A 1 x 1 convolution of [B, H, W, C], without the ReLU6."""
+        return F.linear(x, self.weight.flatten(1), self.bias)
+
+    def depthwise(self, x: Tensor) -> Tensor:
+        """A depthwise convolution of [B, H, W, C], ReLU6 before and after it."""
+        weight = self.weight.flatten(1).t().contiguous().unflatten(0, (self.kernel, self.kernel))
+        pad = self.kernel // 2 - self.phase
+        return convolutions.depthwise(x, weight, self.bias, self.stride, pad)
+
 
 class _Block(nn.Module):
     """Widen, mix in space channel by channel, narrow; added to the input where shapes allow."""
@@ -103,6 +114,12 @@ class _Block(nn.Module):
         y = x if self.expand is None else self.expand(x)
         y = self.project(self.depthwise(y))
         return x + y if self.residual else y
+
+    def fused(self, x: Tensor) -> Tensor:
+        """[B, H, W, C] -> the same for the next block; see `EfficientNetLite.fused`."""
+        y = x if self.expand is None else self.expand.pointwise(x)
+        y = self.project.pointwise(self.depthwise.depthwise(y))
+        return y.add_(x) if self.residual else y
 
 
 class EfficientNetLite(nn.Module):
@@ -136,6 +153,20 @@ class EfficientNetLite(nn.Module):
         for block in self.blocks:
             x = block(x)
         return cast(Tensor, self.head(x))
+
+    def fused(self, pixels: Tensor) -> Tensor:
+        """The same of pixels [B, 3, H, W] in 0..1, in fewer passes over memory.
+
+        1 x 1 convolutions are matrix products over [B, H, W, C], `veca.teachers.convolutions`
+        does the others, and neither the normalisation nor any ReLU6 but the last is a pass of
+        its own. No gradients.
+        """
+        stem = self.stem
+        pad = stem.kernel // 2 - stem.phase
+        x = convolutions.stem(pixels, stem.weight, stem.bias, pad, MEAN, STD)
+        for block in self.blocks:
+            x = cast(_Block, block).fused(x)
+        return self.head.pointwise(x).clamp_(0, 6).permute(0, 3, 1, 2)
 
     @torch.no_grad()
     def load_published(self, state: Mapping[str, Tensor]) -> None:
@@ -214,8 +245,18 @@ class EfficientNetTeacher(Teacher):
         self._sha256 = sha256
         self.freeze()
 
+    @property
+    def fused(self) -> bool:
+        """Whether it runs on kernels of ours, which take the pixels as they are."""
+        # Under autocast the weights are float32, and the plain network is what is asked for.
+        return self._autocast is None and convolutions.supported(self.device, self.weight_dtype)
+
+    def _normalise(self, pixels: Tensor) -> Tensor:
+        return pixels.contiguous() if self.fused else super()._normalise(pixels)
+
     def _extract(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        patches = self.network(images).flatten(2).transpose(1, 2)
+        run = self.network.fused if self.fused else self.network
+        patches = run(images).flatten(2).transpose(1, 2)
         return patches.float().mean(dim=1), patches
 
     def classify(self, cls: Tensor) -> Tensor | None:
@@ -228,8 +269,9 @@ class EfficientNetTeacher(Teacher):
             return F.linear(cls.float(), weight, bias)
 
     def _compilable(self) -> list[nn.Module]:
-        # As a whole: its blocks differ, and much of the gain is fusing across them.
-        return [self.network]
+        # As a whole: its blocks differ, and much of the gain is fusing across them. Our kernels
+        # have nothing left to gain.
+        return [] if self.fused else [self.network]
 
     def _weights_sha256(self) -> str | None:
         return self._sha256
