@@ -54,6 +54,11 @@ class DenseVit(nn.Module):
 
     def forward(self, images: Tensor) -> DenseOutput:
         """Features of `images` [B, 3, H, W] (float, normalised), H and W on the patch grid."""
+        cls, patches, grid = self.tokens(images)
+        return DenseOutput(self.project(cls), self.project(patches), grid)
+
+    def tokens(self, images: Tensor) -> DenseOutput:
+        """The same before the projection: as wide as the network."""
         c = self.config
         grid = check_images(images, c.in_channels, c.patch_size)
         if not self.training:
@@ -66,7 +71,7 @@ class DenseVit(nn.Module):
         rotation = self._rotation(grid, x.device)
         for block in self.blocks:
             x = block(x, x.shape[1], rotation, None)
-        x = self.project(self.norm(x))
+        x = self.norm(x)
         return DenseOutput(x[:, 0], x[:, EXTRA_TOKENS:], grid)
 
     def _rotation(self, grid: tuple[int, int], device: torch.device) -> Rotation:

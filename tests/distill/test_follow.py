@@ -27,7 +27,7 @@ def record(number: int, loss: float = 1.0) -> dict:
 
 
 def test_meter_keeps_every_step() -> None:
-    meter = Meter(["loss", "cls", "kl"], World())
+    meter = Meter(["loss", "cls", "kl", "grad_norm"], World())
     for i in range(3):
         meter.add(step(i), torch.tensor([float(i), 0.5, 0.0]), torch.tensor(2.0))
     records = meter.flush()
@@ -40,7 +40,7 @@ def test_meter_keeps_every_step() -> None:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_meter_names_the_step_that_diverged(where: str) -> None:
-    meter = Meter(["loss"], World())
+    meter = Meter(["loss", "grad_norm"], World())
     for i in range(3):
         bad = math.nan if i == 1 else 1.0
         loss, norm = (bad, 1.0) if where == "loss" else (1.0, bad)

@@ -30,11 +30,11 @@ from veca.distill import (
     read_metrics,
 )
 from veca.distill.checkpoint import CheckpointStore
+from veca.distill.cohort import Cohort
 from veca.distill.ema import WeightAverage
 from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
 from veca.distill.setup import open_data
-from veca.distill.trainer import Trainer
 from veca.errors import OutputError, VecaError
 from veca.teachers import CallableTeacher, TeacherError
 from veca.weights import read_provenance
@@ -162,14 +162,14 @@ def test_a_checkpoint_becomes_weights(finished, tmp_path) -> None:
 
 def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch) -> None:
     _, changes, whole = finished
-    real = Trainer.step
+    real = Cohort.step
 
     def step(self, step, batch):
         if step.number == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return real(self, step, batch)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(Cohort, "step", step)
     before = signal.getsignal(signal.SIGTERM)
     result = distill(settings(**changes), tmp_path / "run")
     assert (result.stopped, result.step) == ("signal", 4)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from veca.distill import DistillConfig, checkpoint, distill
-from veca.distill.trainer import Trainer
+from veca.distill.cohort import Cohort
 
 
 def kill_in_save(step: int) -> None:
@@ -29,7 +29,7 @@ def kill_in_save(step: int) -> None:
 
 def lose_worker(step: int) -> None:
     """Have the last rank die by SIGKILL at a step, the first time the job is started."""
-    real = Trainer.step
+    real = Cohort.step
 
     def one_step(self, planned, batch):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
@@ -37,7 +37,7 @@ def lose_worker(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(self, planned, batch)
 
-    Trainer.step = one_step
+    Cohort.step = one_step
 
 
 def main() -> None:

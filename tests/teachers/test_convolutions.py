@@ -1,4 +1,4 @@
-"""The convolution kernels against their plain definitions; without a GPU, in Triton's interpreter."""
+"""The convolution kernels against their plain definitions; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ class StudentConfig:
 
     preset: str = "small"
     """A preset of `veca.PRESETS`; its output width follows the first teacher's."""
+    dense: bool = False
+    """The yardstick instead: a dense ViT (full attention) of the preset's size."""
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of `VecaConfig` that differ from the preset's."""
     init: str = ""
@@ -209,6 +212,9 @@ class DistillConfig:
     ema: float = 0.0
     """Decay of an average of the weights, which is then validated and exported; 0 for none."""
     student: StudentConfig = field(default_factory=StudentConfig)
+    siblings: dict[str, StudentConfig] = field(default_factory=dict)
+    """Further students by name, which learn in the same steps from the same answers of the
+    teachers: a family for the price of one teacher, and comparisons that share every batch."""
     teachers: tuple[TeacherConfig, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -270,6 +276,11 @@ class DistillConfig:
             raise DistillError(f"optimizer.lr_min ({o.lr_min}) is above optimizer.lr ({o.lr}).")
         if not 0 <= self.ema < 1:
             raise DistillError(f"ema must be at least 0 and below 1, got {self.ema}.")
+        for name in self.siblings:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
+                raise DistillError(
+                    f"a sibling's name becomes a folder: letters, digits, - and _; got {name!r}."
+                )
         if self.data.hold_out and self.data.validation:
             raise DistillError("data takes hold_out or validation, not both.")
         if self.validation.every and not (self.data.hold_out or self.data.validation):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from veca.cost import cost
+from veca.distill.cohort import Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.parallel import World
 from veca.distill.schedule import Plan
@@ -35,23 +36,18 @@ class MemoryEstimate:
 
 
 def describe(
-    config: DistillConfig, plan: Plan, trainer: Trainer, data: Data, world: World
+    config: DistillConfig, plan: Plan, cohort: Cohort, data: Data, world: World
 ) -> list[str]:
     """The run in words, one fact a line."""
-    c, teaching = trainer.architecture, trainer.teaching
-    parameters = sum(p.numel() for p in trainer.student.parameters())
+    teaching = cohort.teaching
     sizes = ", ".join(f"{size} px x {plan.sizes.batches[size]}" for size in plan.sizes.sizes)
     budgets = ", ".join(map(str, plan.budgets.budgets))
     o = config.optimizer
     samples = sum(plan.sizes.batch(step) for step in range(min(plan.steps, 1000)))
     samples = round(samples * plan.steps / max(1, min(plan.steps, 1000)))
-    start = f"from {config.student.init}" if config.student.init else "fresh"
-    if trainer.start.patch_from:
-        start += f", patch convolution of {trainer.start.patch_from}"
-    precision = "bfloat16 autocast" if trainer.half else "float32"
+    precision = "bfloat16 autocast" if cohort.main.half else "float32"
     return [
-        f"student: {c.depth} layers, width {c.width}, {c.num_cores} cores, features of width "
-        f"{c.feature_width}, {parameters / 1e6:.1f} M parameters ({start})",
+        *(_student_line(name, trainer) for name, trainer in cohort.trainers.items()),
         *(_teacher_line(teaching, i) for i in range(len(teaching.lessons))),
         f"images: {data.images:,} to train on; validation: {data.split}",
         f"steps: {plan.steps:,} ({plan.warmup:,} of warm-up), about {samples:,} samples, "
@@ -61,6 +57,19 @@ def describe(
         f"{o.weight_decay:g}",
         f"device: {world.device}, {world.size} process(es), {world.kind}, {precision}",
     ]
+
+
+def _student_line(name: str, trainer: Trainer) -> str:
+    c = trainer.architecture
+    start = f"from {trainer.settings.init}" if trainer.settings.init else "fresh"
+    if trainer.start.patch_from:
+        start += f", patch convolution of {trainer.start.patch_from}"
+    tokens = "full attention" if trainer.dense else f"{c.num_cores} cores"
+    parameters = sum(p.numel() for p in trainer.student.parameters())
+    return (
+        f"{f'sibling {name}' if name else 'student'}: {c.depth} layers, width {c.width}, {tokens}, "
+        f"features of width {c.feature_width}, {parameters / 1e6:.1f} M parameters ({start})"
+    )
 
 
 def _teacher_line(teaching: Teaching, place: int) -> str:
@@ -74,39 +83,50 @@ def _teacher_line(teaching: Teaching, place: int) -> str:
 
 
 def estimate_memory(
-    config: DistillConfig, plan: Plan, trainer: Trainer, source: Images
+    config: DistillConfig, plan: Plan, cohort: Cohort, source: Images
 ) -> MemoryEstimate:
     """Bytes on one process's device at the largest step."""
-    c, world = trainer.architecture, trainer.world
-    number = 2 if trainer.half else 4
+    world, teaching = cohort.world, cohort.teaching
     copies = 2 + _STATES[config.optimizer.name] + bool(config.ema)
-    parameters = sum(p.numel() for p in trainer.start.student.parameters())
     shards = world.size if world.kind == "fsdp" else 1
-    weights = parameters * 4 * copies // shards
-    for lesson in trainer.teaching.lessons:
+    weights = 0
+    for trainer in cohort.trainers.values():
+        parameters = sum(p.numel() for p in trainer.start.student.parameters())
+        weights += parameters * 4 * copies // shards
+    for lesson in teaching.lessons:
         weights += sum(p.numel() * p.element_size() for p in lesson.teacher.parameters())
 
     student = targets = images = 0
+    number = 2 if cohort.main.half else 4
+    patch = cohort.main.architecture.patch_size
+    dense = sum(lesson.teacher.dense_width for lesson in teaching.lessons)
     for size in plan.sizes.sizes:
         batch = plan.sizes.batches[size] // world.size
         o = config.optimizer
         part = -(-batch // o.accumulate_by_size.get(size, o.accumulate))
-        cells = (size // c.patch_size) ** 2
-        one = cost(c, size, plan.budgets.budgets[-1], bytes_per_number=number).veca
-        kept = one.training_bytes
-        if config.student.gradient_checkpointing:
-            kept = kept // c.depth + c.depth * one.tokens * c.width * number
-        student = max(student, part * kept)
-        dense = sum(lesson.teacher.dense_width for lesson in trainer.teaching.lessons)
+        # Students learn one after the other, and keep nothing.
+        kept = (_kept(trainer, size, plan, number) for trainer in cohort.trainers.values())
+        student = max(student, part * max(kept))
         # The prediction, its float32 copy and gradient, the target, and its standardised copy.
-        targets = max(targets, part * cells * dense * (number + 4 * 4))
-        height, width = trainer.teacher_size(size)
+        targets = max(targets, part * (size // patch) ** 2 * dense * (number + 4 * 4))
+        height, width = cohort.teacher_size(size)
         pixels = size * size + (height * width if (height, width) != (size, size) else 0)
         images = max(images, batch * 3 * pixels * 4 * 2)
     stored = getattr(source, "images", None)
     if stored is not None and stored.device.type != "cpu":
         images += stored.numel()
     return MemoryEstimate(weights, student, targets, images)
+
+
+def _kept(trainer: Trainer, size: int, plan: Plan, number: int) -> int:
+    """Bytes of activations that one image leaves for the backward pass."""
+    c = trainer.architecture
+    budget = min(plan.budgets.budgets[-1], c.num_cores)
+    both = cost(c, size, budget, bytes_per_number=number)
+    one = both.dense if trainer.dense else both.veca
+    if trainer.settings.gradient_checkpointing:
+        return one.training_bytes // c.depth + c.depth * one.tokens * c.width * number
+    return one.training_bytes
 
 
 def in_bytes(count: float) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from veca.distill.cohort import Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.describe import MemoryEstimate, describe, estimate_memory, in_bytes
 from veca.distill.parallel import launch, own_torch_state
@@ -19,7 +20,6 @@ from veca.distill.setup import (
     open_teachers,
     training_loader,
 )
-from veca.distill.trainer import Trainer
 from veca.memory import peak_tensor_memory
 from veca.teachers.base import Teacher
 
@@ -48,15 +48,15 @@ def dry_run(
     with launch(config.parallel, config.device) as world, own_torch_state(world.device):
         data = open_data(config.data, world, source=source, validation=validation)
         teaching = open_teachers(config, world, teachers)
-        trainer = Trainer(config, teaching, world)
-        plan = build_plan(config, trainer.architecture, data.images, world)
-        trainer.prepare(plan)
-        loader = training_loader(config, data, plan, trainer.teacher_size, world)
-        memory = estimate_memory(config, plan, trainer, data.source)
-        lines = describe(config, plan, trainer, data, world)
+        cohort = Cohort(config, teaching, world)
+        plan = build_plan(config, cohort.main.architecture, data.images, world)
+        cohort.prepare(plan)
+        loader = training_loader(config, data, plan, cohort.teacher_size, world)
+        memory = estimate_memory(config, plan, cohort, data.source)
+        lines = describe(config, plan, cohort, data, world)
 
         teaching.set_statistics(known_statistics(config, teaching), world.device)
-        patch = trainer.architecture.patch_size
+        patch = cohort.main.architecture.patch_size
         # One batch is enough to see whether it works; the real run takes as many as set.
         statistics = estimate_statistics(teaching, loader, plan, patch, world, most=2)
         teaching.set_statistics(statistics, world.device)
@@ -68,10 +68,10 @@ def dry_run(
             budgets=plan.budgets.budgets[-config.nested.per_step :],
         )
         batch = loader.batch(
-            0, size=size, teacher_size=trainer.teacher_size(size), batch_size=step.batch
+            0, size=size, teacher_size=cohort.teacher_size(size), batch_size=step.batch
         )
         begun = time.monotonic()
-        (terms, _), peak = peak_tensor_memory(lambda: trainer.step(step, batch), world.device)
+        (terms, _), peak = peak_tensor_memory(lambda: cohort.step(step, batch), world.device)
         loss = float(world.mean(terms)[0])
         seconds = time.monotonic() - begun
         loader.close()

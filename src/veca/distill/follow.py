@@ -38,14 +38,14 @@ class Meter:
     """Keeps what each step measured on the device, and reads it back many steps at a time."""
 
     def __init__(self, names: Sequence[str], world: World) -> None:
-        self.names, self.world = [*names, "grad_norm"], world
+        self.names, self.world = list(names), world
         self._steps: list[Step] = []
         self._terms: list[Tensor] = []
 
-    def add(self, step: Step, terms: Tensor, grad_norm: Tensor) -> None:
+    def add(self, step: Step, terms: Tensor, grad_norms: Tensor) -> None:
         """Note a step; nothing waits for the device."""
         self._steps.append(step)
-        self._terms.append(torch.cat([terms, grad_norm.to(terms).reshape(1)]))
+        self._terms.append(torch.cat([terms, grad_norms.to(terms).reshape(-1)]))
 
     def flush(self) -> list[dict[str, Any]]:
         """One record a step since the last flush, the mean over all ranks. All ranks call it.
@@ -68,7 +68,7 @@ class Meter:
                 )
                 error.records = records  # type: ignore[attr-defined]
                 raise error
-            unused = [name for name, value in numbers.items() if name[:2] == "kl" and not value]
+            unused = [n for n, v in numbers.items() if n.split(":")[-1][:2] == "kl" and not v]
             for name in unused:
                 del numbers[name]
             records.append(
@@ -87,7 +87,9 @@ class Meter:
 
 
 def _words(term: str) -> str:
-    return "the gradient's length" if term == "grad_norm" else f"the loss ({term})"
+    student, _, name = term.rpartition(":")
+    whose = f" of {student}" if student else ""
+    return f"the gradient's length{whose}" if name == "grad_norm" else f"the loss ({name}){whose}"
 
 
 class Follower:
@@ -161,11 +163,11 @@ class Follower:
         flat = {"loss": record["loss"]}
         for row in record["grid"]:
             label = f"{row['size']}/{row['cores']}"
-            if "teacher" in row:
-                label += f"/{row['teacher']}"
+            label += "".join(f"/{row[key]}" for key in ("student", "teacher") if key in row)
             flat |= {f"{label}/{k}": v for k, v in row.items() if isinstance(v, float)}
         self._report("validation", flat, record["step"])
         cells = ", ".join(
+            f"{row['student'] + ' ' if 'student' in row else ''}"
             f"{row['size']} px C={row['cores']}: cls {row['cls_cos']:.3f} dense "
             f"{row['dense_cos']:.3f}"
             for row in record["grid"]

@@ -20,10 +20,11 @@ import torch
 from rich.console import Console
 
 from veca.distill.checkpoint import Checkpoint, CheckpointStore
+from veca.distill.cohort import MAIN, Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.describe import describe
 from veca.distill.errors import DistillError, DivergedError
-from veca.distill.export import FINAL, export_sections
+from veca.distill.export import FINAL, SIBLINGS, export_sections
 from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
 from veca.distill.parallel import World, launch, own_torch_state
 from veca.distill.schedule import Plan
@@ -134,13 +135,13 @@ class Run:
         checkpoint = self._find_checkpoint(resume)
         self.data: Data = open_data(config.data, world, source=source, validation=validation)
         self.teaching = open_teachers(config, world, teachers)
-        self.trainer = Trainer(config, self.teaching, world)
-        architecture = self.trainer.architecture
+        self.cohort = Cohort(config, self.teaching, world)
+        architecture = self.cohort.main.architecture
         self.plan: Plan = build_plan(config, architecture, self.data.images, world)
         if checkpoint is not None:
             self._check_checkpoint(checkpoint)
             self.done = checkpoint.step
-        self.trainer.prepare(self.plan)
+        self.cohort.prepare(self.plan)
 
         self.follower = Follower(
             out,
@@ -153,12 +154,12 @@ class Run:
             config=config.to_dict(),
         )
         stack.callback(self.follower.close)
-        self.meter = Meter(self.teaching.term_names, world)
+        self.meter = Meter(self.cohort.term_names, world)
         self.loader = training_loader(
             config,
             self.data,
             self.plan,
-            self.trainer.teacher_size,
+            self.cohort.teacher_size,
             world,
             self.follower.skipped if world.is_first else None,
         )
@@ -168,7 +169,7 @@ class Run:
             stack.callback(self.held_out.close)
         self._check_sizes()
         if checkpoint is not None:
-            self.trainer.load_state(checkpoint.sections)
+            self.cohort.load_state(checkpoint.sections)
             self.loader.load_state_dict(checkpoint.about["loader"])
             self.samples = int(checkpoint.about["samples"])
             self.best = math.inf if checkpoint.about["best"] is None else checkpoint.about["best"]
@@ -176,7 +177,7 @@ class Run:
         else:
             self._find_statistics()
         self._write_run()
-        for line in describe(config, self.plan, self.trainer, self.data, world):
+        for line in describe(config, self.plan, self.cohort, self.data, world):
             self.follower.say(line)
 
     # -------------------------------------------------------------------------------- the loop
@@ -190,7 +191,7 @@ class Run:
         with _stop_signals() as signalled:
             for step in self.plan.from_step(self.done):
                 batch = self.loader.batch(step.number)
-                self.meter.add(step, *self.trainer.step(step, batch))
+                self.meter.add(step, *self.cohort.step(step, batch))
                 self.done += 1
                 self.samples += step.batch
 
@@ -239,19 +240,26 @@ class Run:
     def _validate(self) -> bool:
         """Measure on the held-out images; whether it is the best so far."""
         assert self.held_out is not None
-        with self.trainer.averaged():
-            rows = validate(
-                self.trainer.student,
-                self.teaching,
-                self.held_out,
-                sizes=self.validation_sizes,
-                budgets=self.validation_budgets,
-                batches=self.validation_batches,
-                normalise=self.trainer.normalise,
-                world=self.world,
-                autocast=self.trainer.autocast,
-            )
-        loss = mean_loss(rows, self.teaching)
+        rows: list[dict[str, Any]] = []
+        loss = math.nan
+        for name, trainer in self.cohort.trainers.items():
+            # A dense student is the same at every budget.
+            budgets = self.validation_budgets[-1:] if trainer.dense else self.validation_budgets
+            with trainer.averaged():
+                here = validate(
+                    trainer.student,
+                    self.teaching,
+                    self.held_out,
+                    sizes=self.validation_sizes,
+                    budgets=budgets,
+                    batches=self.validation_batches,
+                    normalise=trainer.normalise,
+                    world=self.world,
+                    autocast=trainer.autocast,
+                )
+            if name == MAIN:
+                loss = mean_loss(here, self.teaching)
+            rows += [{"student": name, **row} for row in here] if name else here
         self.follower.validation({"step": self.done, "loss": loss, "grid": rows})
         better = loss < self.best
         self.best = min(loss, self.best)
@@ -259,18 +267,21 @@ class Run:
 
     def _save(self, best: bool) -> None:
         """Copy everything to the host; a thread of the first rank writes it."""
-        sections = self.trainer.state()
+        sections = self.cohort.state()
         if self.world.is_first:
             self.store.save(self.done, sections, self._about(), best=best)
         self._saved = time.monotonic()
 
     def _finish(self, stopped: str) -> DistillResult:
         final = self.out / FINAL
-        sections = self.trainer.state(optimizer=False)
+        sections = self.cohort.state(optimizer=False)
         waited = self.loader.waited_share
         if self.world.is_first:
             self.store.wait()
-            export_sections(sections, {**self._about(), "step": self.done}, final)
+            about = {**self._about(), "step": self.done}
+            export_sections(sections, about, final)
+            for name in self.config.siblings:
+                export_sections(sections, about, self.out / SIBLINGS / name, student=name)
             numbers = {
                 "step": self.done,
                 "stopped": stopped,
@@ -331,16 +342,20 @@ class Run:
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Refuse to go on with another student, other teachers or another optimiser."""
         about = checkpoint.about
-        mine = self.trainer.architecture.to_dict()
-        different = [name for name in mine if about["architecture"].get(name) != mine[name]]
-        if different:
-            name = different[0]
-            raise DistillError(
-                f"{checkpoint.path} belongs to another architecture: its {name} is "
-                f"{about['architecture'].get(name)!r}, here it is {mine[name]!r}; resume with the "
-                "settings it was made with, or choose another --out."
-            )
+        for student, trainer in self.cohort.trainers.items():
+            stored = about["siblings"].get(student, {}) if student else about
+            mine = {"dense": trainer.dense, **trainer.architecture.to_dict()}
+            known = {"dense": stored.get("dense"), **stored.get("architecture", {})}
+            different = [name for name in mine if known.get(name) != mine[name]]
+            if stored and different:
+                name = different[0]
+                raise DistillError(
+                    f"{checkpoint.path} belongs to another architecture: its {name} is "
+                    f"{known.get(name)!r}, here it is {mine[name]!r}; resume with the settings it "
+                    "was made with, or choose another --out."
+                )
         for what, theirs, ours in (
+            ("siblings", sorted(about["siblings"]), sorted(self.config.siblings)),
             ("optimizer", about["optimizer"], self.config.optimizer.name),
             ("teachers", about["teachers"], [lesson.name for lesson in self.teaching.lessons]),
             ("seed", about["seed"], self.config.seed),
@@ -370,18 +385,19 @@ class Run:
         middle = budgets[len(budgets) // 2]
         self.validation_sizes = v.sizes or sizes.sizes
         self.validation_budgets = v.budgets or tuple(sorted({budgets[0], middle, budgets[-1]}))
-        most = self.trainer.architecture.num_cores
+        main = self.cohort.main
+        most = main.architecture.num_cores
         if not all(1 <= budget <= most for budget in self.validation_budgets):
             raise DistillError(
                 f"validation.budgets must be from 1 to {most}, got {list(self.validation_budgets)}."
             )
-        patch = self.trainer.architecture.patch_size
+        patch = main.architecture.patch_size
         for size in (*sizes.sizes, *self.validation_sizes):
             if size < patch or size % patch:
                 raise DistillError(
                     f"image sizes must be multiples of the patch size {patch}, got {size}."
                 )
-            self.trainer.teacher_size(size)
+            self.cohort.teacher_size(size)
         # Of a size that is not trained at, as many pixels at once as of the largest that is.
         largest = max(sizes.sizes)
         self.validation_batches = {}
@@ -395,7 +411,7 @@ class Run:
         self.teaching.set_statistics(
             known_statistics(self.config, self.teaching), self.world.device
         )
-        patch = self.trainer.architecture.patch_size
+        patch = self.cohort.main.architecture.patch_size
         estimated = estimate_statistics(self.teaching, self.loader, self.plan, patch, self.world)
         self.teaching.set_statistics(estimated, self.world.device)
 
@@ -427,11 +443,7 @@ class Run:
                 "validation": self.data.split,
                 "augment": c.data.augment.to_dict(),
             },
-            "init": {
-                "weights": c.student.init or None,
-                "provenance": self.trainer.start.provenance,
-                "patch_embedding_from": self.trainer.start.patch_from,
-            },
+            "init": _beginning(self.cohort.main),
             "steps_planned": self.plan.steps,
             "sizes": list(self.plan.sizes.sizes),
             "budgets": list(self.plan.budgets.budgets),
@@ -447,7 +459,17 @@ class Run:
         """What a checkpoint says beside its tensors."""
         return {
             "samples": self.samples,
-            "architecture": self.trainer.architecture.to_dict(),
+            "architecture": self.cohort.main.architecture.to_dict(),
+            "dense": self.cohort.main.dense,
+            "siblings": {
+                name: {
+                    "architecture": trainer.architecture.to_dict(),
+                    "dense": trainer.dense,
+                    "init": _beginning(trainer),
+                }
+                for name, trainer in self.cohort.trainers.items()
+                if name
+            },
             "teachers": [lesson.name for lesson in self.teaching.lessons],
             "optimizer": self.config.optimizer.name,
             "seed": self.config.seed,
@@ -479,6 +501,15 @@ class Run:
             f"{error}; {where}. Lower optimizer.lr, set optimizer.clip, or look at the images of "
             "that step."
         )
+
+
+def _beginning(trainer: Trainer) -> dict[str, Any]:
+    """Where a student's first weights came from, as plain JSON."""
+    return {
+        "weights": trainer.settings.init or None,
+        "provenance": trainer.start.provenance,
+        "patch_embedding_from": trainer.start.patch_from,
+    }
 
 
 def _due(step: int, every: int) -> bool:

@@ -67,8 +67,8 @@ class World:
             mesh = init_device_mesh(self.device.type, (self.size,))
             # FSDP2 cannot cut a single number; those stay whole and `finish_backward` averages
             # their gradients.
-            self._scalars = [p for p in module.parameters() if p.ndim == 0]
-            ignored = set(self._scalars)
+            ignored = {p for p in module.parameters() if p.ndim == 0}
+            self._scalars += [p for p in module.parameters() if p in ignored]
             for block in blocks:
                 fully_shard(block, mesh=mesh, ignored_params=ignored)  # type: ignore[arg-type]
             fully_shard(module, mesh=mesh, ignored_params=ignored)  # type: ignore[arg-type]

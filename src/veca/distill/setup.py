@@ -20,6 +20,7 @@ from veca.data import (
     open_source,
 )
 from veca.data.faults import OnBad
+from veca.dense import DenseVit
 from veca.distill import samples
 from veca.distill.config import DataConfig, DistillConfig, StudentConfig, TeacherConfig
 from veca.distill.errors import DistillError
@@ -39,7 +40,8 @@ from veca.distill.student import (
 )
 from veca.distill.teaching import Lesson, Teaching
 from veca.errors import suggest
-from veca.model import create_model
+from veca.model import Veca, create_model
+from veca.teachers import read_dense_vit
 from veca.teachers.base import Teacher
 from veca.weights import read_provenance
 
@@ -303,13 +305,19 @@ def build_student(config: StudentConfig, teaching: Teaching, seed: int) -> Start
     """Fresh or stored weights, on the host; the same on every rank."""
     widths = [lesson.widths for lesson in teaching.lessons]
     torch.manual_seed(seed)
+    backbone: Veca | DenseVit
     if config.init:
         if config.config:
             raise DistillError(
                 "student.init takes the stored architecture; leave student.config empty."
             )
-        backbone = load_backbone(config.init, backend=config.backend)
-        start = Start(Student(backbone, widths), provenance=read_provenance(config.init))
+        if config.dense:
+            backbone, provenance = read_dense_vit(config.init)
+            backbone = backbone.float().train()
+        else:
+            backbone = load_backbone(config.init, backend=config.backend)
+            provenance = read_provenance(config.init)
+        start = Start(Student(backbone, widths), provenance=provenance)
         stored = load_heads(config.init) if Path(config.init).expanduser().is_dir() else {}
         for place, lesson in enumerate(teaching.lessons):
             if lesson.name in stored and str(place) in start.student.heads:
@@ -317,12 +325,16 @@ def build_student(config: StudentConfig, teaching: Teaching, seed: int) -> Start
                 start.student.heads[str(place)].load_state_dict(head)
     else:
         fields = student_config(config.preset, dict(config.config), widths[0])
-        backbone = create_model(fields, backend=config.backend)
+        dense = config.dense
+        backbone = DenseVit(fields) if dense else create_model(fields, backend=config.backend)
         start = Start(Student(backbone, widths))
         if config.patch_from_teacher:
             teachers = [lesson.teacher for lesson in teaching.lessons]
             start.patch_from = take_patch_embedding(backbone, teachers)
-    backbone.set_grad_checkpointing(config.gradient_checkpointing)
+    if isinstance(backbone, Veca):
+        backbone.set_grad_checkpointing(config.gradient_checkpointing)
+    elif config.gradient_checkpointing:
+        raise DistillError("student.gradient_checkpointing is for VECA, not for a dense student.")
     return start
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from veca import files
 from veca.config import VecaConfig, preset
+from veca.dense import DenseVit
 from veca.distill.errors import DistillError
 from veca.errors import OutputError
 from veca.model import Veca, initialize
@@ -56,11 +57,13 @@ class Head(nn.Module):
 class Student(nn.Module):
     """A backbone and its heads; gives one prediction for each teacher.
 
+    A `DenseVit` learns the same way, for comparison; it has no budget.
+
     Args:
         widths: (global, dense) widths of each teacher's features, in order.
     """
 
-    def __init__(self, backbone: Veca, widths: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, backbone: Veca | DenseVit, widths: Sequence[tuple[int, int]]) -> None:
         super().__init__()
         self.backbone = backbone
         self.widths = list(widths)
@@ -79,9 +82,12 @@ class Student(nn.Module):
     def forward(self, images: Tensor, cores: int | None = None) -> list[Prediction]:
         """Predictions of every teacher's features for normalised `images` [B, 3, H, W]."""
         backbone = self.backbone
-        depth = backbone.config.depth
-        (raw,) = backbone.forward_intermediates(images, cores, layers=(depth,), norm=False)
-        cls, patches = backbone.norm(raw.cls), backbone.norm(raw.patches)
+        if isinstance(backbone, DenseVit):
+            cls, patches, _ = backbone.tokens(images)
+        else:
+            depth = backbone.config.depth
+            (raw,) = backbone.forward_intermediates(images, cores, layers=(depth,), norm=False)
+            cls, patches = backbone.norm(raw.cls), backbone.norm(raw.patches)
         return [
             self.heads[str(i)](cls, patches)
             if str(i) in self.heads
@@ -106,7 +112,7 @@ def student_config(name: str, changes: dict[str, object], first: tuple[int, int]
     return config
 
 
-def take_patch_embedding(backbone: Veca, teachers: Sequence[Teacher]) -> str | None:
+def take_patch_embedding(backbone: Veca | DenseVit, teachers: Sequence[Teacher]) -> str | None:
     """Copy the patch convolution of the first teacher that has one of the student's shape.
 
     Returns that teacher's name. The copy allows for the two normalising pixels differently.

@@ -1,16 +1,15 @@
-"""One training step, and everything that a checkpoint has to hold to go on after it."""
+"""One student's part in a training step, and all that a checkpoint has to hold of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from veca.data import Batch
-from veca.distill.config import DistillConfig
+from veca.distill.config import DistillConfig, StudentConfig
 from veca.distill.draws import seed_torch
 from veca.distill.ema import WeightAverage
 from veca.distill.errors import DistillError
@@ -18,19 +17,28 @@ from veca.distill.optim import Optimizers
 from veca.distill.parallel import World, shard
 from veca.distill.schedule import Plan, Step
 from veca.distill.setup import Start, build_student, compile_blocks
-from veca.distill.standardise import from_tensors, to_tensors
-from veca.distill.teaching import Teaching
+from veca.distill.teaching import Target, Teaching
 
 
 class Trainer:
     """Student, optimisers and average, as one thing that steps, saves and loads.
 
     Nothing here knows how many processes there are, or writes a file.
+
+    Args:
+        settings: the student's, where it is not `config.student`.
     """
 
-    def __init__(self, config: DistillConfig, teaching: Teaching, world: World) -> None:
+    def __init__(
+        self,
+        config: DistillConfig,
+        teaching: Teaching,
+        world: World,
+        settings: StudentConfig | None = None,
+    ) -> None:
         self.config, self.teaching, self.world = config, teaching, world
-        self.start: Start = build_student(config.student, teaching, config.seed)
+        self.settings = config.student if settings is None else settings
+        self.start: Start = build_student(self.settings, teaching, config.seed)
         self.student = self.start.student.to(world.device).train()
         self.architecture = self.student.backbone.config
         precision = config.precision
@@ -41,15 +49,17 @@ class Trainer:
         self._mean = torch.tensor(mean, device=world.device).view(1, 3, 1, 1)
         self._std = torch.tensor(std, device=world.device).view(1, 3, 1, 1)
 
+    @property
+    def dense(self) -> bool:
+        """Whether the student is a dense ViT, which has no budget."""
+        return self.settings.dense
+
     def prepare(self, plan: Plan) -> None:
         """Compile, spread over the processes and make the optimisers."""
         o = self.config.optimizer
-        if self.config.student.compile:
+        if self.settings.compile:
             variants = len(plan.budgets.budgets) * len(plan.sizes.sizes)
             compile_blocks(self.student, variants)
-            self.teaching.compile()
-        cells = plan.sizes.sizes[0] // self.architecture.patch_size
-        self.teaching.smallest_cells = cells * cells
         self.wrapped = self.world.wrap(self.student, self.student.blocks())
         self.parameters = list(self.student.parameters())
         self.optimizers = Optimizers(
@@ -68,39 +78,41 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------ a step
 
-    def step(self, step: Step, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Run a step; returns its loss terms and the gradient's length, still on the device."""
-        self.optimizers.set_lr(step.lr)
-        patch = self.architecture.patch_size
-        grid = (step.size // patch, step.size // patch)
-        shown = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
-        count = len(batch.pixels)
-        o = self.config.optimizer
-        part_size = -(-count // o.accumulate_by_size.get(step.size, o.accumulate))
-        parts = list(zip(batch.pixels.split(part_size), shown.split(part_size), strict=True))
+    def learn(
+        self, pixels: Tensor, targets: Sequence[Target], step: Step, share: float, *, last: bool
+    ) -> Tensor:
+        """Forward and backward on a part of a step's batch; returns its loss terms, on the device.
+
+        Args:
+            pixels: [B, 3, H, W] in 0..1, and what the teachers say about them.
+            share: of the part in the step's batch, 0..1.
+            last: whether the part is the step's last.
+        """
+        images = self.normalise(pixels)
+        share = share / len(step.budgets)
         terms: Tensor | None = None
-        for i, (pixels, shown_pixels) in enumerate(parts):
-            targets = self.teaching.targets(shown_pixels, grid)
-            images = self.normalise(pixels)
-            share = len(pixels) / count / len(step.budgets)
-            for j, budget in enumerate(step.budgets):
-                last = i + 1 == len(parts) and j + 1 == len(step.budgets)
-                seed_torch(self.config.seed, step.number, j)
-                with self.world.backward(self.wrapped, last=last):
-                    with self.autocast():
-                        predictions = self.wrapped(images, cores=budget)
-                    losses = self.teaching.judge(predictions, targets)
-                    (self.teaching.total(losses) * share).backward()
-                here = self.teaching.terms(losses) * share
-                terms = here if terms is None else terms + here
-        self.world.finish_backward()
-        norm = self.world.clip_gradients(self.parameters, o.clip)
+        for number, budget in enumerate(step.budgets):
+            seed_torch(self.config.seed, step.number, number)
+            final = last and number + 1 == len(step.budgets)
+            with self.world.backward(self.wrapped, last=final):
+                with self.autocast():
+                    predictions = self.wrapped(images, cores=budget)
+                losses = self.teaching.judge(predictions, targets)
+                (self.teaching.total(losses) * share).backward()
+            here = self.teaching.terms(losses) * share
+            terms = here if terms is None else terms + here
+        assert terms is not None
+        return terms
+
+    def update(self, step: Step) -> Tensor:
+        """Move the weights after all parts of a step; returns the gradient's length."""
+        self.optimizers.set_lr(step.lr)
+        norm = self.world.clip_gradients(self.parameters, self.config.optimizer.clip)
         self.optimizers.step()
         self.optimizers.zero_grad()
         if self.ema is not None:
             self.ema.update(step.number + 1)
-        assert terms is not None
-        return terms, norm
+        return norm
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Pixels in 0..1 -> what the student expects."""
@@ -133,8 +145,6 @@ class Trainer:
             sections["optimizer"] = self.optimizers.state_tensors()
         if self.ema is not None:
             sections["ema"] = self.ema.tensors
-        if statistics := self.teaching.statistics():
-            sections["targets"] = to_tensors(statistics)
         return {name: self.world.gather(tensors) for name, tensors in sections.items()}
 
     def load_state(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -146,8 +156,6 @@ class Trainer:
             stored = sections.get("ema", sections["student"])
             pieces = {name: shard(stored[name], p) for name, p in self.ema.parameters.items()}
             self.ema.load(pieces)
-        if "targets" in sections:
-            self.teaching.set_statistics(from_tensors(sections["targets"]), self.world.device)
 
     @torch.no_grad()
     def _load_student(self, stored: Mapping[str, Tensor]) -> None:
@@ -163,11 +171,6 @@ class Trainer:
             )
         for name, p in mine.items():
             p.copy_(shard(stored[name].to(p.dtype), p))
-
-    def teacher_size(self, size: int) -> tuple[int, int]:
-        """The pixels the teachers see when the student sees `size`."""
-        cells = size // self.architecture.patch_size
-        return self.teaching.image_size((cells, cells))
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

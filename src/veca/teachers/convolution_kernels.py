@@ -1,3 +1,4 @@
+# ruff: noqa: SIM116, RET505
 """Triton kernels of the convolutions that matrix products do not serve: see `convolutions`."""
 
 from __future__ import annotations

@@ -1,0 +1,116 @@
+"""Several students in one run: each learns what it would have learnt alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import veca
+from distill.small import TABLE, curve, run, settings
+from veca.dense import DenseVit
+from veca.distill import DistillError, distill, export_checkpoint, load_targets, read_metrics
+from veca.distill.cohort import MAIN, section_name, sections_of
+from veca.distill.dry_run import dry_run
+from veca.teachers import read_dense_vit
+from veca.weights import read_provenance
+
+SMALLER = {"preset": "tiny", "config": {"depth": 1, "width": 32, "heads": 2, "num_cores": 8}}
+DENSE = {**TABLE["student"], "dense": True}
+BOTH = {"smaller": SMALLER, "dense": DENSE}
+VALIDATED = {"data": {"hold_out": 5}, "validation": {"every": 3, "budgets": [2, 8], "batch": 3}}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    out = tmp_path_factory.mktemp("family") / "run"
+    return out, run(out, siblings=BOTH, checkpoint={"every": 3}, **VALIDATED)
+
+
+@pytest.mark.parametrize("which", ["", "smaller", "dense"])
+def test_each_learns_what_it_would_alone(family, tmp_path, which) -> None:
+    out, records = family
+    student = {"smaller": SMALLER, "dense": DENSE}.get(which, TABLE["student"])
+    table = {**TABLE, "student": student, **VALIDATED}
+    table["data"] = {**TABLE["data"], **VALIDATED["data"]}
+    alone = distill(veca.distill.DistillConfig.from_dict(table), tmp_path / "alone")
+    prefix = f"{which}:" if which else ""
+    together = [(r["step"], r[f"{prefix}loss"], r[f"{prefix}grad_norm"]) for r in records]
+    assert together == curve(read_metrics(tmp_path / "alone"))
+    folder = out / "siblings" / which if which else out / "final"
+    if which == "dense":
+        mine, theirs = (read_dense_vit(path)[0] for path in (folder, alone.final))
+    else:
+        mine, theirs = veca.load(folder), veca.load(alone.final)
+    for name, tensor in theirs.state_dict().items():
+        assert torch.equal(tensor, mine.state_dict()[name]), name
+
+
+def test_what_it_leaves(family) -> None:
+    out, _ = family
+    dense, provenance = read_dense_vit(out / "siblings" / "dense")
+    assert isinstance(dense, DenseVit) and provenance["steps"] == 6
+    smaller = out / "siblings" / "smaller"
+    assert veca.load(smaller).config.depth == 1
+    assert read_provenance(smaller)["teacher"]["name"] == "filters"
+    assert load_targets(smaller).keys() == load_targets(out / "final").keys()
+    (record, *_) = read_metrics(out, "validation")
+    cells = [(row.get("student", ""), row["cores"]) for row in record["grid"]]
+    assert cells == [("", 2), ("", 8), ("smaller", 2), ("smaller", 8), ("dense", 8)]
+
+
+def test_a_checkpoint_holds_them_all(family, tmp_path) -> None:
+    out, _ = family
+    whole = veca.load(out / "siblings" / "smaller").state_dict()
+    export_checkpoint(out, tmp_path / "x", which="last", student="smaller")
+    assert all(torch.equal(t, whole[n]) for n, t in veca.load(tmp_path / "x").state_dict().items())
+    with pytest.raises(DistillError, match=r"no sibling .*smaller"):
+        export_checkpoint(out, tmp_path / "y", which="last", student="smalle")
+
+
+def test_goes_on_exactly(family, tmp_path) -> None:
+    _, records = family
+    settings_ = {"siblings": BOTH, "checkpoint": {"every": 3}, **VALIDATED}
+    out = tmp_path / "run"
+    first = settings(**settings_).replace(max_minutes=1e-9)
+    assert distill(first, out).step < 6
+    assert curve(run(out, resume=True, **settings_)) == curve(records)
+    with pytest.raises(DistillError, match="made with siblings"):
+        run(out, resume=True, **{**settings_, "siblings": {"smaller": SMALLER}})
+    other = {**SMALLER, "config": {**SMALLER["config"], "depth": 2}}
+    with pytest.raises(DistillError, match="another architecture: its depth is 1"):
+        run(out, resume=True, **{**settings_, "siblings": {**BOTH, "smaller": other}})
+
+
+def test_a_dense_student_starts_from_a_dense_one(family, tmp_path) -> None:
+    out, _ = family
+    dense = {"init": str(out / "siblings" / "dense"), "dense": True, "preset": "", "config": {}}
+    run(tmp_path / "run", student=dense, schedule={"steps": 1, "warmup": 0})
+    _, provenance = read_dense_vit(tmp_path / "run" / "final")
+    assert provenance["init"]["provenance"]["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("siblings", "message"),
+    [
+        ({"a/b": SMALLER}, "letters, digits"),
+        ({"x": {**SMALLER, "config": {**SMALLER["config"], "patch_size": 8}}}, "the same grid"),
+        ({"x": {**SMALLER, "config": {**SMALLER["config"], "num_cores": 4}}}, "x has 4 cores"),
+        ({"x": {**DENSE, "gradient_checkpointing": True}}, "not for a dense student"),
+    ],
+)
+def test_what_is_refused(siblings, message, tmp_path) -> None:
+    with pytest.raises(DistillError, match=message):
+        run(tmp_path / "run", siblings=siblings)
+
+
+def test_a_dry_run_counts_them_all() -> None:
+    one, three = dry_run(settings()), dry_run(settings(siblings=BOTH))
+    assert three.memory.weights > 2 * one.memory.weights
+    assert any("sibling dense: 2 layers, width 32, full attention" in x for x in three.lines)
+
+
+def test_sections_by_student() -> None:
+    sections = {"student": {}, "targets": {}, "a:student": {"x": torch.ones(1)}}
+    assert set(sections_of(sections, MAIN)) == {"student", "targets"}
+    assert set(sections_of(sections, "a")) == {"student", "targets"}
+    assert section_name("a", "student") == "a:student" and section_name(MAIN, "ema") == "ema"
