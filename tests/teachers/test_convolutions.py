@@ -1,4 +1,4 @@
-"""The convolution kernels against their plain definitions; in Triton's interpreter without a GPU."""
+"""The convolution kernels against plain definitions; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ from veca.teachers.efficientnet import (  # noqa: E402
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape) * scale).to(DEVICE)
+
+
+@torch.no_grad()
+def random_network(phases: tuple[int, ...]) -> EfficientNetLite:
+    """Weights that keep the signal's size from layer to layer."""
+    torch.manual_seed(0)
+    network = EfficientNetLite("efficientnet-lite0", phases)
+    for parameter in network.parameters():
+        matrix = parameter.ndim > 1
+        parameter.normal_(0, (2 / parameter[0].numel()) ** 0.5 if matrix else 0.3)
+    return network
 
 
 @pytest.mark.parametrize(
@@ -96,13 +107,10 @@ def test_stem(size, pad):
 
 @pytest.mark.parametrize("phases", [CENTRED, SAME])
 def test_the_fused_network_is_the_network(phases, monkeypatch):
-    torch.manual_seed(0)
-    network = EfficientNetLite("efficientnet-lite0", phases).to(DEVICE)
+    # cuDNN rounds float32 to TF32 unless told not to.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    network = random_network(phases).to(DEVICE)
     with torch.no_grad():
-        for name, parameter in network.named_parameters():
-            fan = parameter[0].numel() if parameter.ndim > 1 else 1
-            parameter.normal_(0, (2 / fan) ** 0.5 if parameter.ndim > 1 else 0.3)
-            assert name
         if not GPU:  # the interpreter would take minutes over the whole network
             monkeypatch.setattr(convolutions, "depthwise", convolutions.depthwise_reference)
             monkeypatch.setattr(convolutions, "stem", convolutions.stem_reference)
@@ -118,13 +126,7 @@ def test_the_fused_network_is_the_network(phases, monkeypatch):
 def test_a_teacher_on_a_gpu_is_fused_and_says_the_same():
     from veca.teachers.efficientnet import EfficientNetTeacher
 
-    torch.manual_seed(0)
-    network = EfficientNetLite("efficientnet-lite0")
-    with torch.no_grad():
-        for parameter in network.parameters():
-            fan = parameter[0].numel() if parameter.ndim > 1 else 1
-            parameter.normal_(0, (2 / fan) ** 0.5 if parameter.ndim > 1 else 0.3)
-    teacher = EfficientNetTeacher(network, name="random").to(DEVICE)
+    teacher = EfficientNetTeacher(random_network(CENTRED), name="random").to(DEVICE)
     pixels = torch.rand(4, 3, 128, 128, device=DEVICE)
     wanted = teacher.features(pixels, (4, 4))
     assert not teacher.fused

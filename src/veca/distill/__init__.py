@@ -12,6 +12,7 @@ from veca.distill.loop import DistillResult, distill
 from veca.distill.losses import classifier_kl, distillation_loss
 from veca.distill.nested import BudgetSampler
 from veca.distill.normuon import NorMuon, polar_express
+from veca.distill.publish import publish
 from veca.distill.standardise import TargetStatistics, load_targets
 from veca.distill.student import load_heads
 
@@ -31,5 +32,6 @@ __all__ = [
     "load_heads",
     "load_targets",
     "polar_express",
+    "publish",
     "read_metrics",
 ]

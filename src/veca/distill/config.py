@@ -85,6 +85,10 @@ class DataConfig:
     source: str = ""
     """A folder, a .txt list, .tar shards or a pattern, or "photos:N" for N crops of the bundled
     photos."""
+    name: str = ""
+    """What the images are, for the provenance of the weights; empty for the source's own name."""
+    licence: str = ""
+    """Their licence or terms, likewise."""
     hold_out: int = 0
     """Validate on this many images, drawn from the source and kept out of training."""
     validation: str = ""

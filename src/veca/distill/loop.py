@@ -24,7 +24,7 @@ from veca.distill.cohort import MAIN, Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.describe import describe
 from veca.distill.errors import DistillError, DivergedError
-from veca.distill.export import FINAL, SIBLINGS, export_sections
+from veca.distill.export import FINAL, SIBLINGS, export_sections, public_name
 from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
 from veca.distill.parallel import World, launch, own_torch_state
 from veca.distill.schedule import Plan
@@ -437,7 +437,10 @@ class Run:
             "teachers": [lesson.teacher.describe() for lesson in self.teaching.lessons],
             "standardised": sorted(self.teaching.statistics()),
             "data": {
-                "source": c.data.source or type(self.data.source).__name__,
+                "source": c.data.name
+                or public_name(c.data.source)
+                or type(self.data.source).__name__,
+                "licence": c.data.licence or None,
                 "images": self.data.images,
                 "fingerprint": self.loader.fingerprint(),
                 "validation": self.data.split,
@@ -506,7 +509,7 @@ class Run:
 def _beginning(trainer: Trainer) -> dict[str, Any]:
     """Where a student's first weights came from, as plain JSON."""
     return {
-        "weights": trainer.settings.init or None,
+        "weights": public_name(trainer.settings.init) or None,
         "provenance": trainer.start.provenance,
         "patch_embedding_from": trainer.start.patch_from,
     }

@@ -22,7 +22,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BackboneOutput, ImageClassifierOutput
 from transformers.utils import ModelOutput
 
-from veca.integrations.card import model_card
+from veca.weights.card import model_card
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
 from veca.model import Block, CoreBank, CoreMove, Veca, VecaOutput, spread_points

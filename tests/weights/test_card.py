@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from veca import PRESETS, VecaConfig
-from veca.integrations.card import model_card
+from veca.weights.card import model_card
 
 PROVENANCE = {
     "method": "distillation",

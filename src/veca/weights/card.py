@@ -132,6 +132,7 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     data = provenance.get("data")
     if isinstance(data, Mapping):
         rows["data"] = f"{data.get('source', 'unnamed')}, {data.get('images', '?')} images"
+        rows["data"] += f" (licence: {data['licence']})" if data.get("licence") else ""
     elif data:
         rows["data"] = data
     for key, label in (("licence", "licence"), ("license", "licence"), ("budgets", "budgets")):

@@ -1,0 +1,71 @@
+"""What runs of `veca distill` reached on images held out, as one table.
+
+    PYTHONPATH=src python benchmarks/training.py NAME=RUN ...
+
+RUN is a run's folder, or its metrics.jsonl. Writes results/training.csv: a row for each validation,
+student, size and budget. Rows of runs that are not named again are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+
+from common import RESULTS, print_table
+
+COLUMNS = (
+    *("run", "step", "samples", "student", "size", "cores"),
+    *("cls_cos", "dense_cos", "cls_mse", "dense_mse"),
+)
+
+
+def rows_of(name: str, path: Path) -> list[dict[str, object]]:
+    """All validations of one run."""
+    file = path if path.is_file() else path / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    batches = {r["step"]: r["batch"] for r in records if r["kind"] == "train"}
+    rows: list[dict[str, object]] = []
+    for record in records:
+        if record["kind"] != "validation":
+            continue
+        samples = sum(batch for step, batch in batches.items() if step <= record["step"])
+        for cell in record["grid"]:
+            numbers = {key: f"{cell[key]:.4f}" for key in COLUMNS[6:]}
+            rows.append(
+                {
+                    "run": name,
+                    "step": record["step"],
+                    "samples": samples,
+                    "student": cell.get("student", ""),
+                    "size": cell["size"],
+                    "cores": cell["cores"],
+                    **numbers,
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="+", help="NAME=FOLDER")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    named = dict(item.split("=", 1) for item in options.runs)
+    file = options.out / "training.csv"
+    rows: list[dict[str, object]] = []
+    if file.is_file():
+        with file.open(newline="") as old:
+            rows = [dict(row) for row in csv.DictReader(old) if row["run"] not in named]
+    fresh = [row for name, path in named.items() for row in rows_of(name, Path(path))]
+    rows = [*rows, *fresh]
+    with file.open("w", newline="") as new:
+        writer = csv.DictWriter(new, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print_table(fresh)
+
+
+if __name__ == "__main__":
+    main()

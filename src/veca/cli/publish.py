@@ -1,0 +1,43 @@
+"""`veca publish`: weights made ready for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veca.cli.common import console
+
+
+def publish(
+    weights: Annotated[str, typer.Argument(help="A name, a folder, a file or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    name: Annotated[
+        str, typer.Option(help="What readers of the card will call them.", show_default="folder's")
+    ] = "",
+    licence: Annotated[str, typer.Option(help="Of the weights, such as Apache-2.0.")] = "",
+    data: Annotated[str, typer.Option(help="What they were trained on, in words.")] = "",
+    data_licence: Annotated[str, typer.Option(help="Its licence or terms.")] = "",
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+) -> None:
+    """Write weights to ship: half precision, provenance without local paths, a model card."""
+    import torch
+
+    from veca.distill.publish import publish as write
+    from veca.errors import InputError, suggest
+
+    dtypes = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32")}
+    if dtype not in dtypes:
+        raise InputError(f"unknown --dtype {suggest(dtype, dtypes)}")
+    folder = write(
+        weights,
+        out,
+        name=name,
+        licence=licence,
+        data=data,
+        data_licence=data_licence,
+        dtype=dtypes[dtype],
+    )
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    console.print(f"wrote {folder}: {size:.1f} MB", highlight=False)

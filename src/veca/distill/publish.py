@@ -1,0 +1,83 @@
+"""Weights made ready for others: small, with a model card, and nothing of this machine in them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from veca import files
+from veca.distill.errors import DistillError
+from veca.distill.export import public_name
+from veca.distill.standardise import FILE as TARGETS
+from veca.distill.student import HEADS
+from veca.weights import load, read_provenance, save
+from veca.weights.card import model_card
+
+CARD = "README.md"
+
+
+def publish(
+    weights: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    name: str = "",
+    licence: str = "",
+    data: str = "",
+    data_licence: str = "",
+    dtype: torch.dtype = torch.float16,
+) -> Path:
+    """Write weights as a folder to ship: float16, with provenance, a model card and target scales.
+
+    Args:
+        weights: what `veca.load` takes, such as `runs/first/final`.
+        to: the folder; one that is not empty is refused unless it holds older weights.
+        name: what readers of the card will call them; by default the folder's name.
+        licence: of the weights.
+        data, data_licence: what they were trained on, where the provenance does not say it well.
+    """
+    folder = Path(to).expanduser()
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise DistillError(f"{folder} is not empty and holds no weights; choose another folder.")
+    model = load(weights)
+    provenance = _cleaned(read_provenance(weights))
+    if licence:
+        provenance["licence"] = licence
+    stages: list[dict[str, Any]] = [provenance]
+    while isinstance(before := (stages[-1].get("init") or {}).get("provenance"), dict):
+        stages.append(before)
+    for stage in stages:
+        about = dict(stage.get("data") or {})
+        about |= {k: v for k, v in (("source", data), ("licence", data_licence)) if v}
+        stage["data"] = about
+    provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
+    save(model, folder, provenance=provenance, dtype=dtype)
+    source = Path(weights).expanduser()
+    for extra in (TARGETS, HEADS):
+        if (source / extra).is_file():
+            with files.temporary_beside(folder / extra) as temporary:
+                shutil.copyfile(source / extra, temporary)
+                files.commit(temporary, folder / extra)
+    files.atomic_write_text(
+        folder / CARD, model_card(model.config, read_provenance(folder), name=name or folder.name)
+    )
+    return folder
+
+
+def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Without hashes of the files that were, and with names where there were paths."""
+    kept = {k: v for k, v in provenance.items() if k not in ("tensors_sha256", "file_sha256")}
+    if isinstance(kept.get("data"), Mapping):
+        about = dict(kept["data"])
+        kept["data"] = about | {"source": public_name(str(about.get("source", "")))}
+    if isinstance(kept.get("init"), Mapping):
+        init = dict(kept["init"])
+        init["weights"] = public_name(init["weights"]) if init.get("weights") else None
+        if isinstance(init.get("provenance"), Mapping):
+            init["provenance"] = _cleaned(init["provenance"])
+        kept["init"] = init
+    return kept

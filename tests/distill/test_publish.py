@@ -1,0 +1,78 @@
+"""Weights made ready for others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import veca
+from distill.small import run, settings
+from veca.cli.main import main
+from veca.distill import DistillError, distill, load_targets, publish
+from veca.weights import read_provenance
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    """Two runs, the second from the first one's weights."""
+    place = tmp_path_factory.mktemp("stages")
+    run(place / "one")
+    second = {"init": str(place / "one" / "final"), "config": {}}
+    distill(settings(student=second, schedule={"steps": 2, "warmup": 0}), place / "two")
+    return place
+
+
+def test_what_is_written(stages, tmp_path) -> None:
+    to = tmp_path / "ready"
+    publish(stages / "two" / "final", to, licence="Apache-2.0", data="five photos", name="first")
+    ready, trained = veca.load(to), veca.load(stages / "two" / "final")
+    assert ready.state_dict().keys() == trained.state_dict().keys()
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(ready.state_dict()[name].half(), tensor.half())
+    assert (to / "model.safetensors").stat().st_size < 0.7 * (
+        stages / "two" / "final" / "model.safetensors"
+    ).stat().st_size
+    assert load_targets(to).keys() == {"filters"}
+    card = (to / "README.md").read_text()
+    assert card.startswith("---\n") and "# first" in card and "five photos" in card
+
+
+def test_provenance_of_every_stage_without_paths(stages, tmp_path) -> None:
+    publish(stages / "two" / "final", tmp_path / "ready", data_licence="CC0")
+    about = read_provenance(tmp_path / "ready")
+    assert str(stages) not in json.dumps(about)
+    assert about["init"]["weights"] == "final"
+    assert about["init"]["provenance"]["data"]["licence"] == "CC0" == about["data"]["licence"]
+    assert (about["samples"], about["samples_in_all"]) == (8, 32)
+    assert about["tensors_sha256"] != read_provenance(stages / "two" / "final")["tensors_sha256"]
+
+
+def test_paths_of_elsewhere_are_cut_too(tmp_path) -> None:
+    """Weights that were trained on another machine, whose folders are not here."""
+    before = {"data": {"source": "/somewhere/else/photos"}, "init": {"weights": None}}
+    provenance = {
+        "data": {"source": "owner/set"},
+        "init": {"weights": "/a/b", "provenance": before},
+    }
+    veca.save(veca.create_model("tiny", depth=1), tmp_path / "w", provenance=provenance)
+    publish(tmp_path / "w", tmp_path / "ready")
+    about = read_provenance(tmp_path / "ready")
+    assert about["data"]["source"] == "owner/set" and about["init"]["weights"] == "b"
+    assert about["init"]["provenance"]["data"]["source"] == "photos"
+
+
+def test_a_folder_of_something_else_is_kept(stages, tmp_path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DistillError, match="not empty and holds no weights"):
+        publish(stages / "two" / "final", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_command(stages, tmp_path, capsys) -> None:
+    final = str(stages / "one" / "final")
+    assert main(["publish", final, "--out", str(tmp_path / "x"), "--dtype", "bfloat16"]) == 0
+    assert "wrote" in capsys.readouterr().out
+    assert main(["publish", final, "--out", str(tmp_path / "y"), "--dtype", "int8"]) == 2
+    assert "float16" in capsys.readouterr().err
