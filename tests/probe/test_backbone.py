@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -74,6 +76,40 @@ class TestVeca:
         assert (found.interactions, found.flops) == (expected.interactions, expected.flops)
 
 
+class TestProjection:
+    """Features after the output projection, as the model gives them, or before it."""
+
+    WIDE = sets.CONFIG.replace(output_width=48)
+
+    @pytest.mark.parametrize("cores", [2, 8])
+    def test_veca(self, cores):
+        model = sets.model(config=self.WIDE)
+        after = VecaBackbone(model, cores)
+        before = after.under(dataclasses.replace(sets.protocol().extract, projection=False))
+        a, b = after.features(PIXELS, (3, 4)), before.features(PIXELS, (3, 4))
+        assert a.patches.shape == (2, 12, 48) and b.patches.shape == (2, 12, 32)
+        torch.testing.assert_close(model.project(b.patches.clone()), a.patches)
+        torch.testing.assert_close(model.project(b.cls.clone()), a.cls)
+        assert b.grid == a.grid == (3, 4) and before.label == after.label
+        assert not model.norm._forward_hooks
+
+    def test_dense(self):
+        torch.manual_seed(0)
+        model = DenseVit(self.WIDE).eval()
+        after = as_backbone(model)
+        before = after.under(dataclasses.replace(sets.protocol().extract, projection=False))
+        a, b = after.features(PIXELS, (3, 4)), before.features(PIXELS, (3, 4))
+        torch.testing.assert_close(model.project(b.patches.clone()), a.patches)
+        torch.testing.assert_close(model.project(b.cls.clone()), a.cls)
+
+    def test_they_are_told_apart(self):
+        model = sets.model(config=self.WIDE)
+        after, before = VecaBackbone(model), VecaBackbone(model, projection=False)
+        assert after.identity() != before.identity()
+        assert before.describe()["features"] == "before the output projection"
+        assert VecaBackbone(model, projection=False).at([2])[0].projection is False
+
+
 class TestGrids:
     def test_patch_14_runs_at_518_where_16_runs_at_512(self):
         fourteen = TeacherBackbone(teacher(14))
@@ -108,6 +144,19 @@ class TestTeacher:
         red = out.patches[0, :, 0].unflatten(0, out.grid)
         assert out.grid == (2, 4)
         assert red[1, 3] > 0.9 and red.flatten()[:-1].max() < 0.2
+
+    def test_a_cpu_takes_a_few_images_at_a_time(self, monkeypatch):
+        backbone, seen = TeacherBackbone(teacher(16)), []
+        features = backbone.teacher.features
+        monkeypatch.setattr(
+            backbone.teacher, "features", lambda x, g: (seen.append(len(x)), features(x, g))[1]
+        )
+        pixels = torch.rand(5, 3, 32, 48)
+        whole = backbone.features(pixels, (2, 3))
+        monkeypatch.setattr("veca.probe.backbone.CPU_PIXELS", 2 * 32 * 48)
+        parts = backbone.features(pixels, (2, 3))
+        assert seen == [5, 2, 2, 1] and parts.grid == whole.grid
+        assert torch.equal(parts.cls, whole.cls) and torch.equal(parts.patches, whole.patches)
 
     def test_a_callable_is_never_cached(self):
         assert TeacherBackbone(teacher(16)).identity() is None
@@ -164,6 +213,9 @@ class TestAnything:
             check_unique([sets.backbone(), sets.backbone(seed=1)])
 
     def test_names_to_publish(self):
+        assert public_name("small=/home/me/runs/small") == "small=small"
+        assert public_name("small=runs/small") == "small=runs/small"
+        assert public_name("knn.k=[5,10]") == "knn.k=[5,10]"
         assert public_name("/home/me/x/dino") == "dino"
         assert public_name("veca:/home/me/small") == "veca:small"
         assert public_name("facebook/dinov2-base") == "facebook/dinov2-base"

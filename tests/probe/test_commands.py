@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import typer
 
 import veca
@@ -12,7 +13,8 @@ from probe import sets
 from veca.cli.probe import _command, _named, default_budgets, parse_budgets, probe
 from veca.cli.report import report
 from veca.errors import InputError, VecaError, WeightsError
-from veca.probe import ProbeError
+from veca.probe import ProbeError, as_backbone, run_probe
+from veca.teachers import save_dense_vit
 
 SMALL = [
     "--device=cpu", "--threads=1", "--set=timing.repeats=1", "--set=timing.seconds=0.0",
@@ -79,6 +81,75 @@ def test_again_replaces_and_another_is_refused(run, pets, weights, tmp_path):
         run(*arguments(pets, weights, out, "--cores=4", "--no-time"))
     run(*arguments(pets, weights, out, "--cores=4", "--no-time", "--overwrite", "--no-keep"))
     assert json.loads((out / "results.json").read_text())["cache"]["decoded"] == 39
+
+
+def test_a_dense_control_is_a_row_beside_veca(run, pets, weights, tmp_path):
+    torch.manual_seed(0)
+    control = veca.DenseVit(sets.CONFIG).eval()
+    save_dense_vit(control, tmp_path / "control")
+    out = tmp_path / "out"
+    run(
+        *arguments(pets, weights, out, "--cores=2,8", "--no-time"),
+        "--weights", f"dense={tmp_path / 'control'}",
+    )  # fmt: skip
+    record = json.loads((out / "results.json").read_text())
+    assert [(r["name"], r["cores"], r["role"]) for r in record["rows"]] == [
+        ("mine", 2, "student"), ("mine", 8, "student"), ("dense", None, "baseline"),
+    ]  # fmt: skip
+    assert record["backbones"]["dense"]["kind"] == "dense"
+    assert record["rows"][2]["interactions"] == 4**2
+    assert "--weights dense=control" in record["command"]
+    assert str(tmp_path) not in (out / "results.json").read_text()
+    alone = run_probe(
+        "knn", [as_backbone(control, name="dense")], dataset="folder", data=pets, cache=None,
+        protocol=sets.protocol(), measure_time=False,
+    )  # fmt: skip
+    assert alone.rows[0].metrics == record["rows"][2]["metrics"]
+
+
+def test_features_before_the_projection(run, pets, tmp_path):
+    wide = sets.model(config=sets.CONFIG.replace(output_width=48))
+    veca.save(wide, tmp_path / "wide")
+    found = {}
+    for name, more in (("after", []), ("before", ["--no-projection"])):
+        out = tmp_path / name
+        run(*arguments(pets, tmp_path / "wide", out, "--cores=8", "--no-time", *more))
+        found[name] = json.loads((out / "results.json").read_text())
+    assert found["after"]["protocol"]["extract"]["projection"] is True
+    assert found["before"]["protocol"]["extract"]["projection"] is False
+    assert found["before"]["cache"]["decoded"] == 39  # an entry of its own
+    assert "--set extract.projection=false" in found["before"]["command"]
+    assert "before the output projection" in (tmp_path / "before" / "results.md").read_text()
+    assert "before the output projection" not in (tmp_path / "after" / "results.md").read_text()
+
+
+def test_only_looking_at_the_data(run, pets, tmp_path, capsys):
+    assert run("probe", "knn", "--data", pets, "--dataset", "folder", "--check") in (None, 0)
+    assert "train: 24 images" in capsys.readouterr().out
+    (pets / "train" / "red" / "000.png").write_bytes(b"nothing")
+    assert run("probe", "knn", "--data", pets, "--dataset", "folder", "--check") == 1
+    printed = capsys.readouterr().out
+    assert "red/000.png" in printed and "get it from: your own images" in printed
+    assert run("probe", "segmentation", "--data", pets, "--dataset", "voc", "--check") == 1
+    printed = capsys.readouterr().out
+    assert "ImageSets/Segmentation/val.txt" in printed and "host.robots.ox.ac.uk" in printed
+    with pytest.raises(InputError, match="unknown task 'kn'; did you mean 'knn'"):
+        run("probe", "kn", "--data", pets, "--dataset", "folder", "--check")
+
+
+def test_options_of_the_dataset(run, pets, weights, tmp_path):
+    (pets / "train" / "white").mkdir()
+    words = arguments(pets, weights, tmp_path / "out", "--cores=8", "--no-time")
+    with pytest.raises(VecaError, match=r"no image of 1 of 4 classes \(white\)"):
+        run(*words)
+    run(*words, "--option", "allow_empty_classes=true")
+    record = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert record["dataset"]["train"]["options"] == {"allow_empty_classes": True}
+    assert "--option allow_empty_classes=true" in record["command"]
+    assert any("never predicted, such as white" in note for note in record["notes"])
+    for wrong, message in (("alow_empty_classes=true", "did you mean"), ("x", "NAME=VALUE")):
+        with pytest.raises(VecaError, match=message):
+            run(*words, "--option", wrong)
 
 
 def test_several_tasks(run, pets, weights, tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from probe import sets
 from veca.probe import ProbeError
-from veca.probe.data import Labels, hold_out, open_data, read_mask, test_labels, train_labels
+from veca.probe.data import hold_out, labels_of, open_data, read_mask, test_labels, train_labels
 from veca.probe.datasets import DatasetError, open_dataset
 from veca.probe.protocol import Subset
 from veca.probe.schedule import batches, cosine, rate
@@ -114,7 +114,7 @@ class TestLabels:
             return torch.zeros(100, dtype=torch.uint8)
 
         monkeypatch.setattr("veca.probe.data._HELD_LABEL_BYTES", 250)
-        labels = Labels[int](read)
+        labels = labels_of(read)
         for key in (0, 1, 2, 0, 1, 2):
             labels(key)
         assert reads == [0, 1, 2, 2]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from probe import sets
 from veca.probe.depth import DepthProbe
 from veca.probe.extract import DenseSample
+from veca.probe.segmentation import together
 from veca.probe.views import Tile
 
 SETTINGS = sets.protocol().depth
@@ -80,6 +81,22 @@ def test_the_loss_of_a_batch_is_over_all_its_valid_pixels():
     g = torch.cat(logs).detach().numpy().astype(float)
     expected = np.sqrt(g.var(ddof=1) + 0.15 * g.mean() ** 2)
     assert probe(variance_from=0).step(samples, truths) == pytest.approx(expected, rel=1e-4)
+
+
+def test_images_of_one_size_at_once_train_the_same(monkeypatch):
+    """As a GPU does it; sizes differ, and a part of each image is invalid."""
+    samples = [sample(seed=0), sample((2, 3), seed=1), sample(seed=2, flip=True)]
+    truths = [torch.rand(48, 64) * 5 + 1, torch.rand(30, 50) * 5 + 1, torch.rand(48, 64) * 5 + 1]
+    for truth in truths:
+        truth[:10] = torch.nan
+    apart, grouped = probe(variance_from=1), probe(variance_from=1)
+    losses = [apart.step(samples, truths) for _ in range(3)]
+    monkeypatch.setattr(
+        "veca.probe.depth.together",
+        lambda s, t, k, device: together(s, t, k, torch.device("cuda")),
+    )
+    assert [grouped.step(samples, truths) for _ in range(3)] == pytest.approx(losses)
+    torch.testing.assert_close(grouped.head.project.weight, apart.head.project.weight)
 
 
 def test_the_variance_joins_later():

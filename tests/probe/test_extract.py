@@ -10,8 +10,9 @@ import torch
 
 from probe import sets
 from probe.test_backbone import teacher
-from veca.errors import ImageError
+from veca.errors import ImageError, OutputError
 from veca.probe import ProbeError, TeacherBackbone
+from veca.probe.cache import Entry
 from veca.probe.datasets import open_dataset
 from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, Summary, Want, extract
 from veca.probe.protocol import CropView, WindowView
@@ -185,8 +186,9 @@ def test_dense_features(tmp_path, stack):
         sample = stored.dense(i)
         assert sample.size == shown.size and sample.frame == shown.frame
         assert sample.tiles == shown.tiles
-        expected = out.patches[0].half().float().unflatten(0, out.grid)
+        expected = out.patches[0].half().unflatten(0, out.grid)
         torch.testing.assert_close(sample.maps[0], expected, rtol=2e-3, atol=2e-3)
+        assert sample.nbytes == 2 * expected.numel()
 
 
 def test_dense_windows_and_flips(tmp_path, stack, monkeypatch):
@@ -202,7 +204,8 @@ def test_dense_windows_and_flips(tmp_path, stack, monkeypatch):
         assert sample.tiles == shown.tiles and len(sample.maps) == len(shown.tiles)
         for pixels, features in zip(shown.pixels, sample.maps, strict=True):
             colours = torch.nn.functional.avg_pool2d(pixels.float() / 255, 16)
-            torch.testing.assert_close(features, colours.permute(1, 2, 0), rtol=1e-3, atol=1e-3)
+            expected = colours.permute(1, 2, 0)
+            torch.testing.assert_close(features.float(), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_features_too_large_for_half_precision(tmp_path, stack):
@@ -242,3 +245,25 @@ def test_without_a_cache_nothing_stays(dataset, tmp_path):
 
 def _grid(frame):
     return frame[0] // 16, frame[1] // 16
+
+
+def test_together_gives_what_alone_does(dataset, tmp_path, stack):
+    """Pixels are shared by all backbones; none may change them for the others."""
+    rows = [
+        *sets.backbone().at([2, 8]),
+        TeacherBackbone(teacher(16)),
+        *sets.backbone(seed=1).at([4]),
+    ]
+    together, _ = run(dataset, [Want(b, square(), GLOBAL) for b in rows], tmp_path / "a", stack)
+    for backbone, found in zip(rows, together, strict=True):
+        (alone,), _ = run(dataset, [Want(backbone, square(), GLOBAL)], tmp_path / "b", stack)
+        assert torch.equal(found.matrix("cls+mean"), alone.matrix("cls+mean"))
+
+
+def test_a_part_that_cannot_be_written_stops_the_run(dataset, tmp_path, stack, monkeypatch):
+    def full(self, part, arrays):
+        raise OutputError("the disk is full")
+
+    monkeypatch.setattr(Entry, "write", full)
+    with pytest.raises(OutputError, match="the disk is full"):
+        run(dataset, [Want(sets.backbone(), square(), GLOBAL)], tmp_path / "c", stack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import io
 import re
@@ -176,22 +177,39 @@ class TestReport:
         text = report.page.read_text()
         assert report.page == tmp_path / "runs/report.html" and len(report.groups) == 2
         assert "other &lt;b&gt;" in text and "<b>" not in text
-        assert "90.00 (teacher)" in text and "85.00 (small C=64)" in text
+        summary = text.split("</table>")[0]
+        assert "90.00 (teacher)" in summary and "85.00 (small C=64)" in summary
+        assert "81.00 (small C=8)" in summary  # the best network at its smallest budget
         assert "veca probe knn" in text and "0.4123" in text
-        for source in re.findall(r'<img src="([^"]+)"', text):
-            assert (tmp_path / "runs" / source).exists()
-        assert len(report.pictures) == 2
+        pictures = re.findall(r'<img src="data:image/png;base64,([^"]+)"', text)
+        assert len(pictures) == 2 and text.count("<img") == 2
+        assert all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
+        assert [p.name for p in (tmp_path / "runs").iterdir() if p.is_file()] == ["report.html"]
+
+    def test_the_teacher_of_another_run_is_measured_against(self):
+        alone = run(rows=[row("other", metrics={"top1": 0.45}, retention_teacher=None)])
+        (group,) = group_runs([run(), alone])
+        kept = {r.label: r.retention_teacher for _, r in group.rows}
+        assert kept["other C=8"] == pytest.approx(0.45 / 0.9) and kept["small C=8"] == 0.9
+        another = row("second", "teacher", None, {"top1": 0.7}, retention_full=None)
+        (group,) = group_runs([run(), alone, run(rows=[another])])
+        assert {r.label: r.retention_teacher for _, r in group.rows}["other C=8"] is None
+
+    def test_the_batch_of_the_extraction_separates_nothing(self):
+        larger = run(protocol_table=load_protocol("quick").with_batch(128).only("knn"))
+        assert len(group_runs([run(), larger])) == 1
+        assert larger.subject() == run().subject()
 
     def test_elsewhere(self, tmp_path):
         write_run(run(), tmp_path / "runs")
         report = write_report(tmp_path / "runs", tmp_path / "page" / "all.html")
-        assert report.page.exists() and all(p.parent == report.page.parent for p in report.pictures)
+        assert report.page == tmp_path / "page" / "all.html" and report.page.exists()
 
     def test_without_matplotlib_the_page_says_so(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         write_run(run(), tmp_path / "runs")
         report = write_report(tmp_path / "runs")
-        assert "No plots" in report.page.read_text() and not report.pictures
+        assert "No plots" in report.page.read_text() and report.missing_plots
 
     def test_nothing_to_report(self, tmp_path):
         with pytest.raises(ProbeError, match=r"no results.json"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from veca.probe import read_run
+from veca.probe import load_protocol, read_run
 from veca.probe.protocol import from_dict
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "probes"
@@ -20,7 +20,31 @@ class TestKept:
         run = read_run(path)
         assert run.command.startswith(f"veca probe {run.task} ") and run.rows
         assert from_dict(run.protocol).tasks == (run.task,)
+        own = load_protocol("quick").only(run.task)
+        if run.protocol["name"] == "quick":  # with any other constant it would be called "quick+"
+            for table in (own, run.protocol):
+                table["extract"] = {**table["extract"], "batch": 0}
+            assert run.protocol == own
         for file in path.parent.glob("results.*"):
             text = file.read_text()
             for word in ("/home/", "/work", "/tmp", "/root"):
                 assert word not in text, f"{file.name} holds {word}"
+
+    @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+    def test_other_code_found_the_same(self, path):
+        for row in read_run(path).rows:
+            found = row.details.get("verified", {})
+            assert found.get("equal_matrix", True) is True
+            for name in ("miou", "rmse", "abs_rel", "top1"):
+                if name in found:
+                    assert found[name] == pytest.approx(row.metrics[name], rel=1e-9)
+            for one in (found, *(v for v in found.values() if isinstance(v, dict))):
+                assert one.get("equal_predictions", 1.0) > 0.999
+
+    @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+    def test_the_teacher_is_a_row(self, path):
+        run = read_run(path)
+        teachers = [row for row in run.rows if row.role == "teacher"]
+        assert [row.name for row in teachers] == ["efficientnet-lite2"]
+        if path.parent.name == "pets-knn":
+            assert teachers[0].metrics["top1"] == pytest.approx(0.90, abs=0.015)

@@ -270,7 +270,7 @@ class TestRandomViews:
 
 
 class TestVerify:
-    @pytest.mark.parametrize("task", ["knn", "logreg", "segmentation", "linear"])
+    @pytest.mark.parametrize("task", SETS)
     def test_other_code_agrees(self, go, task):
         pytest.importorskip("sklearn", reason="needs the extra probe")
         settings = ["logreg.max_iterations=500", "logreg.tolerance=1e-7"]
@@ -282,8 +282,16 @@ class TestVerify:
             elif task == "knn":
                 assert found["k3"]["equal_predictions"] == 1.0
                 assert found["k3"]["top1"] == row.metrics["top1"]
+            elif task == "depth":
+                for name in ("rmse", "abs_rel"):
+                    assert found[name] == pytest.approx(row.metrics[name], rel=1e-9)
             else:
                 assert found["equal_predictions"] == 1.0
+
+    def test_random_crops_cannot_be_compared_and_it_says_so(self, go):
+        run = go("linear", settings=TestRandomViews.LINEAR, verify=True)
+        assert any(note.startswith("not verified") for note in run.notes)
+        assert "verified" not in run.rows[0].details
 
     def test_without_scikit_learn(self, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "sklearn", None)

@@ -11,7 +11,14 @@ from torch.nn import functional as F
 
 from probe import sets
 from veca.probe.extract import DenseSample
-from veca.probe.segmentation import SegmentationProbe, TokenHead, at_label_size, merge
+from veca.probe.segmentation import (
+    PixelLoss,
+    SegmentationProbe,
+    TokenHead,
+    at_label_size,
+    merge,
+    together,
+)
 from veca.probe.views import Tile, windows
 
 SETTINGS = sets.protocol("segmentation.dropout=0.0").segmentation
@@ -45,7 +52,7 @@ def test_the_loss_is_the_mean_over_pixels_that_are_not_ignored():
     images = torch.stack([s.maps[0].permute(2, 0, 1) for s in samples])
     large = F.interpolate(plain(images), (40, 52), mode="bilinear", align_corners=False)
     expected = F.cross_entropy(large, torch.stack(masks), ignore_index=255)
-    assert made.step(samples, masks, 255) == pytest.approx(float(expected), rel=1e-5)
+    assert made.step(samples, masks, 255) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_step_is_adamws():
@@ -84,6 +91,68 @@ def test_images_of_different_sizes_train_together():
     assert loss == pytest.approx(1.1, abs=0.3)  # ln 3: nothing learned yet
     for sample, size in zip(samples, [(40, 50), (77, 30)], strict=True):
         assert made.predict(sample, size).shape == size
+
+
+class TestPixelLoss:
+    def pieces(self):
+        logits = torch.randn(5, 60, dtype=torch.float64, requires_grad=True)
+        labels = torch.randint(0, 5, (60,))
+        return logits, labels, torch.rand(60) > 0.3
+
+    def test_value_and_gradient_are_torchs(self):
+        logits, labels, known = self.pieces()
+        target = torch.where(known, labels, 255)
+        expected = F.cross_entropy(logits.T, target, ignore_index=255, reduction="sum")
+        (wanted,) = torch.autograd.grad(3 * expected, logits)
+        found = PixelLoss.apply(logits, labels, known)
+        (gradient,) = torch.autograd.grad(3 * found, logits)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(gradient, wanted)
+        assert (gradient[:, ~known] == 0).all()
+
+    def test_gradcheck(self):
+        logits, labels, known = self.pieces()
+        assert torch.autograd.gradcheck(lambda x: PixelLoss.apply(x, labels, known), logits)
+
+
+class TestTogether:
+    """A GPU takes images of one shape at once; that changes no number."""
+
+    def batch(self):
+        shapes = [((3, 4), (48, 64), (40, 52)), ((5, 2), (80, 32), (77, 30))]
+        samples, masks = [], []
+        for i, (grid, frame, size) in enumerate(shapes * 2):
+            samples.append(whole(grid, frame, seed=i))
+            masks.append(torch.randint(0, 3, size))
+        masks[1][:20] = 255
+        return samples, masks
+
+    def test_groups(self):
+        samples, masks = self.batch()
+        assert together(samples, masks, 3, torch.device("cuda")) == [[0, 2], [1, 3]]
+        assert together(samples, masks, 3, CPU) == [[0], [2], [1], [3]]
+
+    def test_no_group_is_too_large(self, monkeypatch):
+        samples, masks = self.batch()
+        monkeypatch.setattr("veca.probe.segmentation._GROUP_NUMBERS", 2 * 3 * 77 * 30 - 1)
+        assert together(samples, masks, 3, torch.device("cuda")) == [[0, 2], [1], [3]]
+
+    @pytest.mark.parametrize("windows", [False, True])
+    def test_the_same_step(self, monkeypatch, windows):
+        samples, masks = self.batch()
+        if windows:  # two tiles side by side, the second mirrored
+            samples = [
+                s._replace(tiles=(s.tiles[0], s.tiles[0]._replace(flipped=True)), maps=s.maps * 2)
+                for s in samples
+            ]
+        apart, grouped = probe(), probe()
+        losses = [apart.step(samples, masks, 255) for _ in range(3)]
+        monkeypatch.setattr(
+            "veca.probe.segmentation.together",
+            lambda s, m, k, device: together(s, m, k, torch.device("cuda")),
+        )
+        assert [grouped.step(samples, masks, 255) for _ in range(3)] == pytest.approx(losses)
+        torch.testing.assert_close(grouped.head.project.weight, apart.head.project.weight)
 
 
 class TestWindows:
@@ -133,12 +202,36 @@ class TestWindows:
 
 
 class TestHead:
+    def test_scale_and_shift_of_the_norm_count_and_learn(self):
+        head = TokenHead(8, 3, init_std=0.5, momentum=0.1, eps=1e-5, dropout=0.0, seed=0)
+        plain = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+        with torch.no_grad():
+            head.norm.weight.uniform_(0.5, 2)
+            head.norm.bias.normal_()
+        plain[0].load_state_dict(head.norm.state_dict())
+        plain[1].load_state_dict(head.project.state_dict())
+        maps = [torch.randn(3, 4, 8).half(), torch.randn(2, 5, 8).half()]
+        tokens = torch.cat([one.flatten(0, 1) for one in maps]).float()
+        for training in (True, False):
+            head.train(training)
+            plain.train(training)
+            out = torch.cat([one.flatten(1).T for one in head(maps)])
+            torch.testing.assert_close(out, plain(tokens))
+            weights = torch.randn_like(out)
+            ours = torch.autograd.grad((out * weights).sum(), list(head.parameters()))
+            theirs = torch.autograd.grad((plain(tokens) * weights).sum(), list(plain.parameters()))
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            if training:  # the line above was a second look at the batch
+                head(maps)
+        torch.testing.assert_close(head.norm.running_var, plain[0].running_var)
+
     def test_dropout_drops_whole_channels_in_training_only(self):
         head = TokenHead(
             64, 2, init_std=0.01, momentum=0.1, eps=1e-5, dropout=0.5, seed=0
         )  # fmt: skip
-        kept = head._channels(torch.ones(4, 4, 64))
-        assert set(kept.tolist()) == {0.0, 2.0}
+        kept = head._channels(3, 64)
+        assert set(kept.flatten().tolist()) == {0.0, 2.0} and not torch.equal(kept[0], kept[1])
         features = [torch.randn(4, 4, 64)]
         head.eval()
         assert torch.equal(head(features)[0], head(features)[0])

@@ -28,7 +28,10 @@ def probe(
     ],
     weights: Annotated[
         list[str] | None,
-        typer.Option(help="VECA weights: a name, path or hub id, or NAME=PATH. Can be repeated."),
+        typer.Option(
+            help="VECA weights (a name, path or hub id) or the path of a dense control; or "
+            "NAME=PATH. Can be repeated."
+        ),
     ] = None,
     teacher: Annotated[
         str | None, typer.Option(help="The teacher that retention is measured against.")
@@ -50,6 +53,14 @@ def probe(
         list[str] | None,
         typer.Option("--set", help="Change a constant: knn.k=[5,10]. Can be repeated."),
     ] = None,
+    projection: Annotated[
+        bool | None,
+        typer.Option(
+            "--projection/--no-projection",
+            help="Features after the output projection, as the model gives them, or before it.",
+            show_default="protocol's",
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -65,6 +76,14 @@ def probe(
     test_split: Annotated[
         str | None, typer.Option(help="Split to score.", show_default="as published")
     ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the dataset: allow_empty_classes=true, partition=2. Repeatable."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Only read the data: what is missing, where to get it."),
+    ] = False,
     cache: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps features.", show_default="~/.cache/veca/probe"),
@@ -101,7 +120,14 @@ def probe(
     from veca.probe.record import check_out
 
     tasks = list(dict.fromkeys(part.strip() for part in task.split(",")))
-    chosen = load_protocol(protocol).with_settings(set_ or [])
+    options = _dataset_options(option or [])
+    if check:
+        _check(tasks, dataset, data, options)
+        return
+    changes = list(set_ or [])
+    if projection is not None:
+        changes.append(f"extract.projection={str(projection).lower()}")
+    chosen = load_protocol(protocol).with_settings(changes)
     if batch_size is not None:
         chosen = chosen.with_batch(batch_size)
     for one in tasks:
@@ -126,9 +152,9 @@ def probe(
         base = out or Path("runs", "probe")
         folders[one] = writable_folder(base if out and len(tasks) == 1 else base / name)
         check_out(folders[one], planned, overwrite)
-    options = {
-        "data": data, "dataset": dataset, "weights": weights, "teacher": teacher,
-        "baseline": baseline, "cores": cores, "protocol": protocol, "size": size, "set": set_,
+    used = {
+        "data": data, "dataset": dataset, "option": option, "weights": weights, "teacher": teacher,
+        "baseline": baseline, "cores": cores, "protocol": protocol, "size": size, "set": changes,
         "train-dataset": train_dataset, "train-data": train_data,
         "train-split": train_split if train_split != "train" else None, "test-split": test_split,
         "batch-size": batch_size, "threads": threads, "verify": verify or None,
@@ -147,15 +173,47 @@ def probe(
                 train_data=train_data,
                 train_split=train_split,
                 test_split=test_split,
+                options=options,
                 cache=(cache or "default") if keep else None,
                 device=place,
                 workers=workers,
                 measure_time=time,
                 verify=verify,
-                command=_command(one, options),
+                command=_command(one, used),
                 progress=progress,
             )
         _show(run, folder)
+
+
+def _dataset_options(lines: list[str]) -> dict[str, Any]:
+    """["partition=2"] -> {"partition": 2}; values as in TOML."""
+    from veca.probe.protocol import toml_value
+
+    found = {}
+    for line in lines:
+        name, equals, value = line.partition("=")
+        if not equals:
+            raise InputError(f"--option reads NAME=VALUE, such as partition=2; got {line!r}.")
+        found[name.strip()] = toml_value(value.strip(), line)
+    return found
+
+
+def _check(tasks: list[str], dataset: str, data: Path, options: dict[str, Any]) -> None:
+    """Read every image and label of a dataset; exit with 1 if something is wrong with it."""
+    from veca.errors import suggest
+    from veca.probe.data import DATASET_TASK
+    from veca.probe.datasets import check_dataset
+
+    for one in tasks:
+        if one not in DATASET_TASK:
+            raise InputError(f"unknown task {suggest(one, DATASET_TASK)}")
+    sound = True
+    for kind in dict.fromkeys(DATASET_TASK[one] for one in tasks):
+        found = check_dataset(dataset, data, task=kind, contents=True, **options)
+        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        sound = sound and found.ok
+    if not sound:
+        raise typer.Exit(1)
 
 
 def _show(run: Run, folder: Path) -> None:
@@ -185,9 +243,10 @@ def _backbones(
     dtype: torch.dtype,
     allow_remote_code: bool,
 ) -> list[Backbone]:
-    from veca.probe import TeacherBackbone, VecaBackbone
+    from veca.probe import DenseBackbone, TeacherBackbone, VecaBackbone
     from veca.probe.backbone import BASELINE, TEACHER, public_name
-    from veca.teachers import load_teacher
+    from veca.teachers import load_teacher, read_dense_vit
+    from veca.teachers.ours import is_dense_vit
     from veca.weights import load
 
     if not weights and not teacher and not baselines:
@@ -203,6 +262,10 @@ def _backbones(
             found.append(TeacherBackbone(network, name=public_name(network.name), role=role))
     for source in weights:
         name, path = _named(source)
+        if is_dense_vit(Path(path).expanduser()):
+            control, _ = read_dense_vit(path)
+            found.append(DenseBackbone(control.to(device, dtype), name=name))
+            continue
         model = load(path, device=device, dtype=dtype)
         budgets = parse_budgets(cores) if cores else default_budgets(model.config.num_cores)
         found += VecaBackbone(model, name=name).at(budgets)

@@ -9,6 +9,7 @@ of stride 32, is shown the image enlarged, so that its dense features fall on th
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -23,11 +24,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from veca.config import VecaConfig
 from veca.cost import cost
-from veca.dense import DenseVit
+from veca.dense import EXTRA_TOKENS, DenseVit
 from veca.images import normalize
 from veca.memory import is_out_of_memory
 from veca.model import Veca, check_budget
 from veca.probe.errors import ProbeError
+from veca.probe.protocol import Extract
 from veca.weights import weights_hash
 from veca.weights.tensors import content_hash
 
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from veca.teachers import Teacher
 
 Grid = tuple[int, int]
+
+CPU_PIXELS = 300_000
+"""Pixels of a teacher's own input that a CPU takes at a time. With more, the wide early layers of a
+CNN take fresh memory from the system again and again, which doubles the time."""
 
 STUDENT, TEACHER, BASELINE = "student", "teacher", "baseline"
 ROLES = (STUDENT, TEACHER, BASELINE)
@@ -91,6 +97,10 @@ class Backbone(ABC):
         """Forget what was remembered of the weights; called before every extraction."""
         return
 
+    def under(self, settings: Extract) -> Backbone:
+        """This backbone with the features that a protocol asks for; the weights are shared."""
+        return self
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """What the record of a run says of it, as JSON types; the same at every budget."""
@@ -101,14 +111,24 @@ class Backbone(ABC):
 
 
 class VecaBackbone(Backbone):
-    """A VECA network at a budget; the first core is the global feature."""
+    """A VECA network at a budget; the first core is the global feature.
+
+    `projection` False: features are those that go into the output projection, after the last norm.
+    """
 
     def __init__(
-        self, model: Veca, cores: int | None = None, *, name: str = "veca", role: str = STUDENT
+        self,
+        model: Veca,
+        cores: int | None = None,
+        *,
+        name: str = "veca",
+        role: str = STUDENT,
+        projection: bool = True,
     ) -> None:
         self.model = model.eval()
         self.cores = check_budget(cores, model.config.num_cores)
         self.name, self.role = name, role
+        self.projection = projection
         # Shared by all budgets of one network: hashing large weights takes a while.
         self._hash: list[str] = []
 
@@ -118,12 +138,15 @@ class VecaBackbone(Backbone):
 
     def at(self, budgets: Iterable[int]) -> list[VecaBackbone]:
         """The same network at other budgets; the weights are shared."""
-        rows = []
-        for budget in budgets:
-            row = VecaBackbone(self.model, budget, name=self.name, role=self.role)
-            row._hash = self._hash
-            rows.append(row)
-        return rows
+        return [self._copy(budget, self.projection) for budget in budgets]
+
+    def under(self, settings: Extract) -> VecaBackbone:
+        return self._copy(self.cores, settings.projection)
+
+    def _copy(self, cores: int | None, projection: bool) -> VecaBackbone:
+        row = copy.copy(self)
+        row.cores, row.projection = check_budget(cores, self.model.config.num_cores), projection
+        return row
 
     def grid_for(self, size: Grid, cell: int) -> Grid:
         return own_grid(size, self.model.config.patch_size, cell)
@@ -131,6 +154,8 @@ class VecaBackbone(Backbone):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         images = _prepare(pixels, grid, self.model.config, self.device)
         with torch.inference_mode():
+            if not self.projection:
+                return _before_projection(self.model, images, self.cores or 0, cores=self.cores)
             out = self.model(images, cores=self.cores)
         return Features(out.cls.float(), out.patches.float(), out.grid)
 
@@ -144,7 +169,8 @@ class VecaBackbone(Backbone):
 
     def identity(self) -> dict[str, Any]:
         config = self.model.config.to_dict()
-        return {"kind": "veca", "weights": self.hash(), "config": config, "cores": self.cores}
+        facts = {"kind": "veca", "weights": self.hash(), "config": config, "cores": self.cores}
+        return {**facts, **_named_features(self.projection)}
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -152,6 +178,7 @@ class VecaBackbone(Backbone):
             "weights_sha256": self.hash(),
             "config": self.model.config.to_dict(),
             "parameters": sum(p.numel() for p in self.model.parameters()),
+            **_named_features(self.projection),
         }
 
     def compute(self, size: Grid, cell: int) -> Compute:
@@ -160,11 +187,25 @@ class VecaBackbone(Backbone):
 
 
 class DenseBackbone(Backbone):
-    """A dense ViT of this package, the yardstick."""
+    """A dense ViT of this package, the yardstick; `projection` as of a `VecaBackbone`."""
 
-    def __init__(self, model: DenseVit, *, name: str = "dense", role: str = BASELINE) -> None:
+    def __init__(
+        self,
+        model: DenseVit,
+        *,
+        name: str = "dense",
+        role: str = BASELINE,
+        projection: bool = True,
+    ) -> None:
         self.model = model.eval()
         self.name, self.role = name, role
+        self.projection = projection
+        self._hash: str | None = None
+
+    def under(self, settings: Extract) -> DenseBackbone:
+        row = copy.copy(self)
+        row.projection = settings.projection
+        return row
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -176,19 +217,31 @@ class DenseBackbone(Backbone):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         images = _prepare(pixels, grid, self.model.config, self.device)
         with torch.inference_mode():
+            if not self.projection:
+                return _before_projection(self.model, images, EXTRA_TOKENS)
             out = self.model(images)
         return Features(out.cls.float(), out.patches.float(), out.grid)
 
+    def refresh(self) -> None:
+        self._hash = None
+
+    def hash(self) -> str:
+        if self._hash is None:
+            self._hash = content_hash(self.model.state_dict())
+        return self._hash
+
     def identity(self) -> dict[str, Any]:
-        return {
-            "kind": "dense",
-            "weights": content_hash(self.model.state_dict()),
-            "config": self.model.config.to_dict(),
-        }
+        facts = {"kind": "dense", "weights": self.hash(), "config": self.model.config.to_dict()}
+        return {**facts, **_named_features(self.projection)}
 
     def describe(self) -> dict[str, Any]:
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return {"kind": "dense", "config": self.model.config.to_dict(), "parameters": parameters}
+        return {
+            "kind": "dense",
+            "weights_sha256": self.hash(),
+            "config": self.model.config.to_dict(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            **_named_features(self.projection),
+        }
 
     def compute(self, size: Grid, cell: int) -> Compute:
         found = _config_cost(self.model.config, self.grid_for(size, cell), None).dense
@@ -214,8 +267,18 @@ class TeacherBackbone(Backbone):
 
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         with torch.inference_mode():
-            out = self.teacher.features(pixels, grid)
-        return Features(out.cls.float(), out.patches.float(), out.grid)
+            batches = pixels.split(self._at_once(len(pixels), grid))
+            parts = [self.teacher.features(batch, grid) for batch in batches]
+            cls = torch.cat([part.cls for part in parts])
+            patches = torch.cat([part.patches for part in parts])
+        return Features(cls.float(), patches.float(), parts[0].grid)
+
+    def _at_once(self, images: int, grid: Grid) -> int:
+        """Images in a forward pass; on a CPU few, see `CPU_PIXELS`."""
+        if self.device.type != "cpu":
+            return images
+        height, width = self.teacher.input_size(grid)
+        return max(1, CPU_PIXELS // (height * width))
 
     def refresh(self) -> None:
         self._identity = None
@@ -331,6 +394,25 @@ def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features
     return out
 
 
+def _before_projection(
+    model: Veca | DenseVit, images: Tensor, first: int, **options: Any
+) -> Features:
+    """What the last norm gives, float32; the patches are the tokens from `first` on."""
+    seen: list[Tensor] = []
+    hook = model.norm.register_forward_hook(lambda _module, _given, out: seen.append(out))
+    try:
+        grid = model(images, **options).grid
+    finally:
+        hook.remove()
+    tokens = seen[-1].float()
+    return Features(tokens[:, 0], tokens[:, first:], grid)
+
+
+def _named_features(projection: bool) -> dict[str, str]:
+    """For keys and records; nothing for what a network gives by itself."""
+    return {} if projection else {"features": "before the output projection"}
+
+
 def _prepare(pixels: Tensor, grid: Grid, config: VecaConfig, device: torch.device) -> Tensor:
     size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
     pixels = pixels.to(device)
@@ -347,7 +429,10 @@ def _config_cost(config: VecaConfig, grid: Grid, cores: int | None) -> Any:
 
 
 def public_name(text: str) -> str:
-    """A name to publish: of a path on this machine, with or without a scheme, the last part."""
+    """A name to publish: of a path on this machine the last part, after a scheme or NAME= too."""
+    given, equals, value = text.partition("=")
+    if equals and "/" not in given:
+        return f"{given}={public_name(value)}"
     scheme, colon, rest = text.partition(":")
     path = rest if colon and "/" not in scheme else text
     prefix = text[: len(text) - len(path)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from veca.errors import suggest
 from veca.probe.datasets import Dataset, find_dataset, open_dataset
 from veca.probe.errors import ProbeError
+from veca.probe.kept import Kept, room
 from veca.probe.metrics import as_labels
 from veca.probe.protocol import Subset
 from veca.probe.schedule import generator
@@ -26,8 +28,6 @@ DATASET_TASK = {
 }
 
 _HELD_LABEL_BYTES = 256 * 2**20
-
-_K = TypeVar("_K", bound=Hashable)
 
 
 @dataclass
@@ -53,6 +53,7 @@ class Data:
                 "images": len(dataset),
                 "used": len(used),
                 "fingerprint": dataset.fingerprint(),
+                **({"options": dataset.options} if dataset.options else {}),
             }
         return {"name": self.test.name, "classes": self.test.num_classes, **parts}
 
@@ -66,6 +67,7 @@ def open_data(
     train_data: str | Path | None = None,
     train_split: str = "train",
     test_split: str | None = None,
+    options: Mapping[str, Any] | None = None,
     subset: Subset,
     seed: int,
 ) -> Data:
@@ -76,6 +78,7 @@ def open_data(
         train_dataset, train_data: where to learn from, if elsewhere: ImageNetV2 and ReaL have no
             training images of their own and take those of imagenet-1k.
         test_split: by default the one that published scores are measured on.
+        options: what `open_dataset` takes for either of the two, such as `partition` of SUN397.
     """
     kind = DATASET_TASK[task]
     test_info = find_dataset(dataset, kind).info
@@ -86,8 +89,26 @@ def open_data(
             f"{train_info.name} has no images to train on; name another set for that with "
             "--train-dataset (and --train-data), such as imagenet-1k."
         )
-    test = open_dataset(dataset, data, test_split or test_info.report_split, task=kind)
-    train = open_dataset(train_name, train_data or data, train_split, task=kind)
+    given = dict(options or {})
+    for name in given:
+        known = {**test_info.options, **train_info.options}
+        if name not in known:
+            hint = suggest(name, known) if known else f"{name!r}; it has none"
+            raise ProbeError(f"{test_info.name} has no option {hint}")
+    test = open_dataset(
+        dataset,
+        data,
+        test_split or test_info.report_split,
+        task=kind,
+        **{name: value for name, value in given.items() if name in test_info.options},
+    )
+    train = open_dataset(
+        train_name,
+        train_data or data,
+        train_split,
+        task=kind,
+        **{name: value for name, value in given.items() if name in train_info.options},
+    )
     if train.name == test.name and train.split == test.split:
         raise ProbeError(f"the {test.split} split cannot be trained on and scored at once.")
     if train.num_classes != test.num_classes:
@@ -185,22 +206,12 @@ def hold_out(data: Data, labels: Tensor, share: float, seed: int) -> Tensor:
     return held
 
 
-class Labels(Generic[_K]):
-    """Labels read from the disk once, as far as memory allows."""
-
-    def __init__(self, read: Callable[[_K], Tensor]) -> None:
-        self._read = read
-        self._kept: dict[_K, Tensor] = {}
-        self._bytes = 0
-
-    def __call__(self, key: _K) -> Tensor:
-        if key in self._kept:
-            return self._kept[key]
-        value = self._read(key)
-        if self._bytes + value.nbytes <= _HELD_LABEL_BYTES:
-            self._kept[key] = value
-            self._bytes += value.nbytes
-        return value
+def labels_of(
+    read: Callable[[int], Tensor], device: torch.device | None = None
+) -> Kept[int, Tensor]:
+    """Masks or depth by place, read from the disk once as far as memory allows, on a device."""
+    place = device or torch.device("cpu")
+    return Kept(lambda i: read(i).to(place), room(place, _HELD_LABEL_BYTES))
 
 
 def read_mask(dataset: Dataset, i: int, size: Sequence[int]) -> Tensor:

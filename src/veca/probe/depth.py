@@ -18,7 +18,7 @@ from torch import Tensor
 from veca.probe.extract import DenseSample, Stored
 from veca.probe.protocol import Depth
 from veca.probe.resize import bilinear
-from veca.probe.segmentation import Optimizer, TokenHead, merge
+from veca.probe.segmentation import Optimizer, TokenHead, merge, together
 
 Array = np.ndarray[Any, Any]
 
@@ -47,38 +47,49 @@ class DepthProbe:
 
     def step(self, samples: Sequence[DenseSample], depths: Sequence[Tensor]) -> float:
         """Train on a batch; depths are float32 [H, W] in metres, nan where invalid."""
+        samples = [sample._replace(maps=sample.maps[:1]) for sample in samples]
+        depths = [truth.to(self.device) for truth in depths]
+        valid = [torch.isfinite(truth) for truth in depths]
+        if int(torch.stack([one.sum() for one in valid]).sum()) < 2:
+            return math.nan
         self.head.train()
         maps = self.head([sample.maps[0].to(self.device) for sample in samples])
-        logs = []
-        for logits, truth in zip(maps, depths, strict=True):
-            truth = truth.to(self.device)
-            valid = torch.isfinite(truth)
-            predicted = bilinear(self.expect(logits), (truth.shape[0], truth.shape[1]))[0][valid]
-            logs.append(
-                (predicted + self.settings.log_eps).log()
-                - (truth[valid] + self.settings.log_eps).log()
-            )
-        difference = torch.cat(logs)
-        if len(difference) < 2:
-            return math.nan
-        loss = self.loss(difference, self._step >= self.settings.variance_from)
+        differences, inside, eps = [], [], self.settings.log_eps
+        for places in together(samples, depths, 1, self.device):
+            truth = torch.stack([depths[i] for i in places])
+            known = torch.stack([valid[i] for i in places])
+            logits = torch.stack([maps[i] for i in places], dim=1)
+            large = bilinear(self.expect(logits)[0], (truth.shape[1], truth.shape[2]))
+            # Where nothing is known, depth is taken for right: no difference, no gradient.
+            large, truth = (torch.where(known, metres, 1.0) for metres in (large, truth))
+            differences.append(((large + eps).log() - (truth + eps).log()).flatten())
+            inside.append(known.flatten())
+        with_variance = self._step >= self.settings.variance_from
+        loss = self.loss(torch.cat(differences), with_variance, torch.cat(inside))
         self.optimizer.step(loss)
         self._step += 1
         return float(loss.detach())
 
-    def loss(self, difference: Tensor, with_variance: bool) -> Tensor:
-        """sqrt(var(g) + mean_weight * mean(g)^2) of differences g of log depths."""
-        squared = self.settings.mean_weight * difference.mean().square()
+    def loss(self, difference: Tensor, with_variance: bool, valid: Tensor | None = None) -> Tensor:
+        """sqrt(var(g) + mean_weight * mean(g)^2) of differences g of log depths.
+
+        Args:
+            valid: bool, those of g that count, the others being 0; None: all of them.
+        """
+        known = torch.ones_like(difference) if valid is None else valid.to(difference)
+        count = known.sum()
+        mean = difference.sum() / count
+        squared = self.settings.mean_weight * mean.square()
         if with_variance:
-            squared = squared + difference.var()
+            squared = squared + ((difference - mean) * known).square().sum() / (count - 1)
         # The root has no slope at zero; a perfect batch must not turn the weights to nan.
         return squared.clamp(min=1e-12).sqrt()
 
     def expect(self, logits: Tensor) -> Tensor:
-        """Logits [bins, h, w] -> depth [1, h, w] in metres."""
+        """Logits [bins, ...] -> depth [1, ...] in metres."""
         weights = logits.relu() + self.settings.bin_floor
         share = weights / weights.sum(dim=0, keepdim=True)
-        return (share * self.centres.view(-1, 1, 1)).sum(dim=0, keepdim=True)
+        return torch.einsum("k,k...->...", self.centres, share)[None]
 
     @torch.no_grad()
     def predict(self, sample: DenseSample, size: tuple[int, int]) -> Array:
@@ -100,8 +111,9 @@ def train(
 ) -> float:
     """Train from cached features; returns the mean loss of the last tenth of the batches."""
     losses = []
+    held = stored.held(probe.device)
     for i, batch in enumerate(batches):
-        samples = [stored.dense(int(place)) for place in batch]
+        samples = [held(int(place)) for place in batch]
         losses.append(probe.step(samples, [depth(int(place)) for place in batch]))
         if progress:
             progress(i + 1)

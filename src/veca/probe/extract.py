@@ -24,6 +24,7 @@ from veca.probe.backbone import Backbone, Features, guarded_features
 from veca.probe.cache import Array, Arrays, Entry, digest
 from veca.probe.datasets import Dataset
 from veca.probe.errors import ProbeError
+from veca.probe.kept import Kept, room
 from veca.probe.protocol import Extract
 from veca.probe.views import Shown, Tile, View, to_unit
 
@@ -33,7 +34,8 @@ PART_SIZE = {GLOBAL: 256, DENSE: 32}
 """Images in a file of the cache: what a stopped run loses, at most."""
 
 _STORED = {"float16": torch.float16, "float32": torch.float32}
-_HELD_BYTES = 512 * 2**20  # decoded pixels that wait, at most
+_HELD_BYTES = 512 * 2**20  # of decoded pixels that wait, and of features that a CPU trains on
+_WRITERS = 2
 
 Progress = Callable[[int, int], None]
 """Called with (images done, images to do)."""
@@ -73,7 +75,14 @@ class DenseSample(NamedTuple):
     frame: tuple[int, int]
     tiles: tuple[Tile, ...]
     maps: tuple[Tensor, ...]
-    """float32 [h, w, D] of each tile."""
+    """[h, w, D] of each tile; from the cache in the dtype that it keeps, on the CPU."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(features.nbytes for features in self.maps)
+
+    def to(self, device: torch.device) -> DenseSample:
+        return self._replace(maps=tuple(features.to(device) for features in self.maps))
 
 
 class Stored:
@@ -108,10 +117,14 @@ class Stored:
         found, maps = [], []
         for top, left, height, width, flipped, h, w, start in rows.tolist():
             flat = self.entry.read_rows(part, "patches", start, start + h * w)
-            maps.append(torch.from_numpy(flat).float().unflatten(0, (h, w)))
+            maps.append(torch.from_numpy(flat).unflatten(0, (h, w)))
             found.append(Tile(top, left, height, width, bool(flipped)))
         size, frame = tuple(sizes[i].tolist()), tuple(frames[i].tolist())
         return DenseSample(size, frame, tuple(found), tuple(maps))
+
+    def held(self, device: torch.device) -> Kept[int, DenseSample]:
+        """`dense`, on a device, where samples stay as far as memory allows: for training."""
+        return Kept(lambda i: self.dense(i).to(device), room(device, _HELD_BYTES))
 
     def _dense_index(self) -> tuple[Array, Array, Array, Array]:
         if self._index is None:
@@ -169,20 +182,44 @@ def extract(
     done = total - len(places)
     shown_ahead = _read_ahead(dataset, indices, places, views, workers, settings.batch)
     pending: list[tuple[int, dict[View, Shown]]] = []
-    for place, shown in shown_ahead:
-        pending.append((place, shown))
-        summary.decoded += 1
-        if len(pending) == settings.batch:
-            _run(jobs, pending)
-            done += len(pending)
-            pending = []
-            if progress:
-                progress(done, total)
-    if pending:
-        _run(jobs, pending)
-        if progress:
-            progress(total, total)
+    with _Writer() as writer:
+        for place, shown in shown_ahead:
+            pending.append((place, shown))
+            summary.decoded += 1
+            if len(pending) == settings.batch:
+                _run(jobs, pending, writer)
+                done += len(pending)
+                pending = []
+                if progress:
+                    progress(done, total)
+        if pending:
+            _run(jobs, pending, writer)
+    if progress and places:
+        progress(total, total)
     return [Stored(job.entry, job.want.kind) for job in jobs]
+
+
+class _Writer:
+    """Writes parts while the next ones are computed; when it is closed, all are on the disk."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_WRITERS, "veca-probe-write")
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def submit(self, entry: Entry, part: int, samples: Sequence[Arrays]) -> None:
+        """Returns at once, unless too many parts wait: they are held in memory."""
+        self._waiting.append(self._pool.submit(lambda: entry.write(part, _join(samples))))
+        while len(self._waiting) > 2 * _WRITERS:
+            self._waiting.popleft().result()
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        self._pool.shutdown()
+        if failed is None:
+            for future in self._waiting:
+                future.result()
 
 
 class _Job:
@@ -198,13 +235,13 @@ class _Job:
     def wants_place(self, place: int) -> bool:
         return place // self.entry.part_size in self.todo
 
-    def add(self, place: int, arrays: Arrays) -> None:
-        """Take the features of an image; when those of its part are all there, write it."""
+    def add(self, place: int, arrays: Arrays, writer: _Writer) -> None:
+        """Take the features of an image; when those of its part are all there, have it written."""
         self._done[place] = arrays
         part = place // self.entry.part_size
         members = self.entry.members(part)
         if all(member in self._done for member in members):
-            self.entry.write(part, _join([self._done.pop(member) for member in members]))
+            writer.submit(self.entry, part, [self._done.pop(member) for member in members])
             self.todo.remove(part)
 
 
@@ -270,8 +307,11 @@ def _read_ahead(
             pool.shutdown(cancel_futures=True)
 
 
-def _run(jobs: Sequence[_Job], batch: Sequence[tuple[int, dict[View, Shown]]]) -> None:
+def _run(
+    jobs: Sequence[_Job], batch: Sequence[tuple[int, dict[View, Shown]]], writer: _Writer
+) -> None:
     """Run every job on a batch of images; tiles of one size go together."""
+    ready: dict[Any, Tensor] = {}  # pixels on a device, for all budgets
     for job in jobs:
         wanted = [(place, shown[job.want.view]) for place, shown in batch if job.wants_place(place)]
         if not wanted:
@@ -284,24 +324,27 @@ def _run(jobs: Sequence[_Job], batch: Sequence[tuple[int, dict[View, Shown]]]) -
         for group in groups.values():
             for start in range(0, len(group), job.settings.batch):
                 chunk = group[start : start + job.settings.batch]
-                for (at, number, _), arrays in zip(chunk, _features(job, chunk), strict=True):
+                device = job.want.backbone.device
+                key = device, job.want.view, *((wanted[at][0], number) for at, number, _ in chunk)
+                if key not in ready:
+                    ready[key] = to_unit(torch.stack([pixels for _, _, pixels in chunk]), device)
+                for (at, number, _), arrays in zip(chunk, _features(job, ready[key]), strict=True):
                     results[at][number] = arrays
         for (place, shown), tiles in zip(wanted, results, strict=True):
-            job.add(place, _sample(job.want.kind, shown, tiles))
+            job.add(place, _sample(job.want.kind, shown, tiles), writer)
 
 
-def _features(job: _Job, chunk: Sequence[tuple[int, int, Tensor]]) -> list[Arrays]:
+def _features(job: _Job, pixels: Tensor) -> list[Arrays]:
     """What is kept of each tile."""
     backbone = job.want.backbone
-    pixels = to_unit(torch.stack([pixels for _, _, pixels in chunk]), backbone.device)
     grid = backbone.grid_for((pixels.shape[2], pixels.shape[3]), job.settings.cell)
     out = guarded_features(backbone, pixels, grid)
     if job.want.kind == GLOBAL:
         cls, mean = out.cls.cpu().numpy(), out.patches.mean(dim=1).cpu().numpy()
-        return [{"cls": cls[i], "mean": mean[i]} for i in range(len(chunk))]
+        return [{"cls": cls[i], "mean": mean[i]} for i in range(len(pixels))]
     patches = _as_stored(out, job.settings.dense_dtype, backbone.label)
     shape = np.array(out.grid, dtype=np.int32)
-    return [{"patches": patches[i], "grid": shape} for i in range(len(chunk))]
+    return [{"patches": patches[i], "grid": shape} for i in range(len(pixels))]
 
 
 def _as_stored(out: Features, dtype: str, label: str) -> Array:

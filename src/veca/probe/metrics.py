@@ -122,6 +122,7 @@ def mean_of(images: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 HIGHER_IS_BETTER = {"top1": True, "miou": True, "rmse": False}
+"""Which way each score points."""
 PRIMARY = {
     "knn": "top1",
     "linear": "top1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Pat
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
+    picture = draw(runs, title)
+    with atomic_write(path, "wb") as file:
+        file.write(picture)
+    return Path(path)
+
+
+def draw(runs: Sequence[Run], title: str | None = None) -> bytes:
+    """The same picture as the bytes of a PNG file."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, LogLocator
@@ -72,13 +81,15 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Pat
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axis.set_xlabel(text)
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel(metric_title(metric))
+    axes[0].set_ylabel(
+        metric_title(metric) + ("" if run.higher_is_better else " (lower is better)")
+    )
     if axes[0].get_legend_handles_labels()[0]:
         axes[0].legend(fontsize=8)
     figure.suptitle(title or run.title, fontsize=11)
-    with atomic_write(path, "wb") as file:
-        figure.savefig(file, format="png", dpi=150)
-    return Path(path)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=150)
+    return file.getvalue()
 
 
 def best_text(run: Run) -> str:

@@ -22,6 +22,7 @@ from veca.errors import suggest
 from veca.probe.errors import ProbeError
 
 TASKS = ("knn", "linear", "logreg", "segmentation", "depth")
+"""What can be measured; a protocol has a section for each that it describes."""
 FEATURES = ("cls", "mean", "cls+mean")
 """The global feature: the first core (a teacher's CLS), the mean of the patches, or both joined."""
 NORMALIZE = ("none", "l2", "standardize")
@@ -45,6 +46,10 @@ class Extract:
     """What dense features are kept in: float16 halves the cache and rounds to 11 bits."""
     batch: int
     """Images in a forward pass; no result depends on it beyond rounding."""
+    projection: bool
+    """Of a VECA network or its dense control: take what comes out of the output projection, in the
+    teacher's space and as wide as its features (true), or what goes into it, as wide as the network
+    itself (false). Without such a projection both are the same."""
 
     def __post_init__(self) -> None:
         _at_least("extract.cell", self.cell, 1)
@@ -470,7 +475,7 @@ class Protocol:
                 raise ProbeError(
                     f"protocol {self.name!r} has no constant {suggest(key.strip(), _keys(table))}"
                 )
-            place[path[-1]] = _toml_value(value.strip(), line)
+            place[path[-1]] = toml_value(value.strip(), line)
             changed = True
         if changed and not table["name"].endswith("+"):
             table["name"] += "+"
@@ -521,7 +526,8 @@ def _parse(text: str, where: str) -> Protocol:
     return from_dict(table, where)
 
 
-def _toml_value(text: str, line: str) -> Any:
+def toml_value(text: str, line: str) -> Any:
+    """A value as TOML writes it, or a bare word; `line` is what messages quote."""
     tomllib = _tomllib()
     for candidate in (text, f'"{text}"'):  # a bare word is a string, as a shell would have it
         try:

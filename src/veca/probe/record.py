@@ -56,19 +56,26 @@ class Run:
 
     task: str
     dataset: dict[str, Any]
+    """Names, splits, numbers of images and fingerprints; no paths."""
     protocol: dict[str, Any]
+    """Every constant that was used."""
     backbones: dict[str, dict[str, Any]]
+    """By name: what each is, and the hash of its weights."""
     rows: list[Row]
     notes: list[str]
+    """What a reader of the scores should know."""
     seconds: dict[str, float]
     """Spent on "features" and in all ("total")."""
     cache: dict[str, int]
     """Images decoded, and parts of the feature cache computed, reused and found damaged."""
     machine: dict[str, Any]
+    """Where, when and with which versions."""
     command: str = ""
+    """What repeats it."""
 
     @property
     def metric(self) -> str:
+        """The name of the score that comes first: top1, miou or rmse."""
         return PRIMARY[self.task]
 
     @property
@@ -76,6 +83,7 @@ class Run:
         return HIGHER_IS_BETTER[self.metric]
 
     def score(self, row: Row) -> float:
+        """The first score of a row."""
         return row.metrics[self.metric]
 
     @property
@@ -128,9 +136,16 @@ def subject(
     rows: Sequence[tuple[str, int | None, int]],
 ) -> dict[str, Any]:
     """See `Run.subject`; from what is known before a run. `rows`: (name, cores, size)."""
-    constants = {k: v for k, v in protocol.items() if k != "timing"}
+    constants = scoring_constants(protocol)
     listed = sorted([name, cores or 0, size] for name, cores, size in rows)
     return {"task": task, "dataset": dataset, "protocol": constants, "rows": listed}
+
+
+def scoring_constants(protocol: dict[str, Any]) -> dict[str, Any]:
+    """A protocol without what no score depends on: the timing, and the batch of the extraction."""
+    constants = {k: v for k, v in protocol.items() if k != "timing"}
+    constants["extract"] = {k: v for k, v in protocol.get("extract", {}).items() if k != "batch"}
+    return constants
 
 
 def write_run(run: Run, folder: str | Path) -> Path:

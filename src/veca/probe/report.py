@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 from veca.errors import MissingExtraError
 from veca.html import Page
-from veca.probe.plot import plot
-from veca.probe.record import Row, Run, find_runs
+from veca.probe.metrics import retention
+from veca.probe.plot import draw
+from veca.probe.record import Row, Run, find_runs, scoring_constants
 from veca.probe.table import (
     cells,
     explain,
@@ -35,16 +37,32 @@ class Group:
 
     @property
     def rows(self) -> list[tuple[Run, Row]]:
-        pairs = [(run, row) for run in self.runs for row in run.rows]
+        """In the order of the table. A run without the teacher is put beside that of another."""
+        pairs = [(run, self._beside_teacher(run, row)) for run in self.runs for row in run.rows]
         order = ordered([row for _, row in pairs])
         return sorted(pairs, key=lambda pair: order.index(pair[1]))
+
+    def _beside_teacher(self, run: Run, row: Row) -> Row:
+        if row.retention_teacher is not None:
+            return row
+        teachers = {
+            (other.name, run.score(other))
+            for one in self.runs
+            for other in one.rows
+            if other.role == "teacher" and other.size == row.size
+        }
+        if len(teachers) != 1:
+            return row  # none, or several that do not agree
+        ((_, reference),) = teachers
+        kept = retention(run.score(row), reference, run.metric)
+        return dataclasses.replace(row, retention_teacher=kept)
 
 
 @dataclass(frozen=True)
 class Report:
     page: Path
+    """One file: the pictures are in it."""
     groups: list[Group]
-    pictures: list[Path]
     missing_plots: str = ""
     """Why there are no pictures, if so."""
 
@@ -53,7 +71,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that can be compared; protocols or data that differ at all are kept apart."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        used = {k: v for k, v in run.protocol.items() if k not in ("name", "timing", "description")}
+        constants = scoring_constants(run.protocol)
+        used = {k: v for k, v in constants.items() if k not in ("name", "description")}
         key = json.dumps([run.task, run.dataset, used], sort_keys=True)
         groups.setdefault(key, []).append(run)
     titles = [members[0].title for members in groups.values()]
@@ -70,7 +89,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
     """Join every run in a folder and below into one HTML page.
 
     Args:
-        out: the page; by default `report.html` in the folder. Pictures go beside it.
+        out: the page; by default `report.html` in the folder.
     """
     root = Path(folder).expanduser()
     groups = group_runs([run for _, run in find_runs(root)])
@@ -82,9 +101,10 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
     )
     page.heading("Summary")
     page.table(
-        ["task", "dataset", "protocol", "score", "teacher", "best student", "kept"], _all(groups)
-    )
-    pictures: list[Path] = []
+        ["task", "dataset", "protocol", "score", "teacher", "best student", "kept",
+         "with fewest cores", "kept"],
+        _all(groups),
+    )  # fmt: skip
     missing = ""
     for group in groups:
         run = group.runs[0]
@@ -92,11 +112,11 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
         page.text(f"{run.protocol['description']}.")
         page.table(header(run), [cells(one, row) for one, row in group.rows])
         page.text(explain(run), "small")
-        name = f"{target.stem}-{re.sub('[^a-z0-9]+', '-', group.title.lower()).strip('-')}.png"
         try:
             if not missing:
-                pictures.append(plot(target.parent / name, group.runs, group.title))
-                page.picture(name, f"{group.title}: score against compute")
+                picture = base64.b64encode(draw(group.runs, group.title)).decode()
+                text = f"{group.title}: score against compute"
+                page.picture(f"data:image/png;base64,{picture}", text)
         except MissingExtraError as error:
             missing = str(error)
         for note in dict.fromkeys(n for one in group.runs for n in [*one.notes, *verified(one)]):
@@ -107,11 +127,12 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
     if missing:
         page.text(f"No plots: {missing}", "note")
     page.write(target)
-    return Report(target, groups, pictures, missing)
+    return Report(target, groups, missing)
 
 
 def _all(groups: Sequence[Group]) -> list[list[str]]:
-    """One line a group: the teacher, the best student, and how much it keeps."""
+    """One line a group: the teacher, the best student with how much it keeps, and the same network
+    at its smallest budget."""
     lines = []
     for group in groups:
         run = group.runs[0]
@@ -120,6 +141,14 @@ def _all(groups: Sequence[Group]) -> list[list[str]]:
         teachers = [row for row in rows if row.role == "teacher"]
         students = sorted(
             (row for row in rows if row.role == "student"), key=lambda row: sign * run.score(row)
+        )
+        fewest = sorted(
+            (
+                row
+                for row in students
+                if (row.name, row.size) == (students[0].name, students[0].size)
+            ),
+            key=lambda row: row.cores or 0,
         )
         lines.append(
             [
@@ -130,6 +159,8 @@ def _all(groups: Sequence[Group]) -> list[list[str]]:
                 _named(run, teachers[:1]),
                 _named(run, students[:1]),
                 _kept(students[:1]),
+                _named(run, fewest[:1]),
+                _kept(fewest[:1]),
             ]
         )
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ def run_probe(
     train_data: str | Path | None = None,
     train_split: str = "train",
     test_split: str | None = None,
+    options: Mapping[str, Any] | None = None,
     cache: str | Path | None = "default",
     device: torch.device | str | None = None,
     workers: int | None = None,
@@ -56,7 +57,7 @@ def run_probe(
         protocol: a name, a TOML file or a `Protocol`.
         sizes: pixels, one or several; by default the protocol's. Window, stride and crop of the
             segmentation protocols follow in proportion.
-        train_dataset, train_data, train_split, test_split: see `open_data`.
+        train_dataset, train_data, train_split, test_split, options: see `open_data`.
         cache: the folder that keeps features; "default": see `veca.probe.cache`; None: nothing is
             kept.
         device: where heads train; by default where the first backbone is.
@@ -71,7 +72,7 @@ def run_probe(
     chosen = load_protocol(protocol)
     chosen = _at_sizes(chosen, task, sizes)
     section = chosen.task(task)
-    backbones = list(backbones)
+    backbones = [backbone.under(chosen.extract) for backbone in backbones]
     _check_backbones(backbones)
     found = open_data(
         task,
@@ -81,6 +82,7 @@ def run_probe(
         train_data=train_data,
         train_split=train_split,
         test_split=test_split,
+        options=options,
         subset=section.subset,
         seed=chosen.seed,
     )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from veca.probe.extract import DenseSample, Stored
 from veca.probe.protocol import AdamW, Segmentation
@@ -21,6 +21,7 @@ from veca.probe.schedule import rate, torch_generator
 from veca.probe.views import Tile
 
 Array = np.ndarray[Any, Any]
+_GROUP_NUMBERS = 2**26  # logits that a GPU makes at once: 256 MiB in float32
 Mask = Tensor
 """uint8 or int64 [H, W]."""
 
@@ -49,21 +50,62 @@ class TokenHead(nn.Module):
         self._masks = torch_generator(seed, "dropout")
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """float32 [h, w, D] of each image -> [outputs, h, w] of each; grids may differ."""
-        if self.training and self.dropout:
-            maps = [features * self._channels(features) for features in maps]
-        tokens = torch.cat([features.flatten(0, 1) for features in maps])
-        out = self.project(self.norm(tokens))
-        parts = out.split([features.shape[0] * features.shape[1] for features in maps])
+        """Features [h, w, D] of each image -> float32 [outputs, h, w] of each; grids may differ."""
+        counts = [features.shape[0] * features.shape[1] for features in maps]
+        # The features are frozen. With the norm's scale and shift moved into the projection, only
+        # small matrices need gradients: the same function, for a third less work.
+        with torch.no_grad():
+            tokens = self._normed(maps, counts)
+        bias = self.project.weight @ self.norm.bias + self.project.bias
+        out = functional.linear(tokens, self.project.weight * self.norm.weight, bias)
         return [
             part.T.unflatten(1, features.shape[:2])
-            for part, features in zip(parts, maps, strict=True)
+            for part, features in zip(out.split(counts), maps, strict=True)
         ]
 
-    def _channels(self, features: Tensor) -> Tensor:
-        """Whole channels of an image are dropped; drawn on the CPU, so that devices agree."""
-        kept = torch.rand(features.shape[2], generator=self._masks) >= self.dropout
-        return (kept.float() / (1 - self.dropout)).to(features.device)
+    def _normed(self, maps: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+        """float32 [tokens, D], after dropout and the norm without its scale and shift."""
+        tokens = torch.cat([features.flatten(0, 1) for features in maps]).float()
+        if self.training and self.dropout:
+            kept = self._channels(len(maps), tokens.shape[1]).to(tokens.device)
+            for part, channels in zip(tokens.split(counts), kept, strict=True):
+                part *= channels
+        return functional.batch_norm(
+            tokens,
+            self.norm.running_mean,
+            self.norm.running_var,
+            training=self.training,
+            momentum=self.norm.momentum or 0.0,
+            eps=self.norm.eps,
+        )
+
+    def _channels(self, images: int, width: int) -> Tensor:
+        """[images, D]: whole channels of an image are dropped; drawn on the CPU, for any device."""
+        kept = torch.rand(images, width, generator=self._masks) >= self.dropout
+        return kept.float() / (1 - self.dropout)
+
+
+class PixelLoss(torch.autograd.Function):
+    """Sum of the cross-entropies of logits [K, P] for labels int64 [P], over the known pixels.
+
+    Labels of other pixels have to be some class, and do not count. The classes lie along the slow
+    axis and the gradient, softmax minus one-hot, is made right away: torch's own loss takes ten
+    times as long on a CPU, and on a GPU the form of it that is as fast is not deterministic.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, known: Tensor) -> Tensor:
+        scores = logits.log_softmax(dim=0)
+        total = -(scores.gather(0, labels[None])[0] * known).sum()
+        gradient = scores.exp_()
+        gradient.scatter_add_(0, labels[None], torch.full_like(gradient[:1], -1.0))
+        ctx.save_for_backward(gradient.mul_(known))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * outer[0], None, None
 
 
 class Optimizer:
@@ -113,21 +155,24 @@ class SegmentationProbe:
 
     def step(self, samples: Sequence[DenseSample], masks: Sequence[Mask], ignore: int) -> float:
         """Train on a batch; the loss is the mean over all pixels that are not ignored."""
-        self.head.train()
-        logits = self._logits(samples)
-        total, pixels = torch.zeros((), device=self.device), 0
-        for sample, maps, mask in zip(samples, logits, masks, strict=True):
-            known = int((mask != ignore).sum())
-            if not known:
-                continue
-            large = at_label_size(sample, maps, (mask.shape[0], mask.shape[1]))
-            target = mask.to(self.device).long().flatten()
-            total = total + F.cross_entropy(
-                large.flatten(1).T, target, ignore_index=ignore, reduction="sum"
-            )
-            pixels += known
+        masks = [mask.to(self.device) for mask in masks]
+        known = [mask != ignore for mask in masks]
+        pixels = int(torch.stack([one.sum() for one in known]).sum())
         if not pixels:
             return float("nan")
+        self.head.train()
+        logits = self._logits(samples)
+        total = torch.zeros((), device=self.device)
+        for places in together(samples, masks, self.classes, self.device):
+            size = (masks[places[0]].shape[0], masks[places[0]].shape[1])
+            # [K, images, h, w] of each tile: the classes stay on the slow axis.
+            tiles = zip(*(logits[i] for i in places), strict=True)
+            maps = [torch.stack(tile, dim=1) for tile in tiles]
+            large = at_label_size(samples[places[0]], maps, size)
+            inside = torch.stack([known[i] for i in places]).flatten()
+            labels = torch.stack([masks[i] for i in places]).flatten()
+            labels = torch.where(inside, labels, 0).long()
+            total = total + PixelLoss.apply(large.flatten(1), labels, inside)
         loss = total / pixels
         self.optimizer.step(loss)
         return float(loss.detach())
@@ -149,27 +194,50 @@ class SegmentationProbe:
         return out
 
 
+def together(
+    samples: Sequence[DenseSample], labels: Sequence[Tensor], outputs: int, device: torch.device
+) -> list[list[int]]:
+    """The places of a batch in groups of one shape, to be computed at once; in a fixed order.
+
+    A GPU wants few large pieces of work. On a CPU every image is a group of its own, which stays
+    in the cache.
+    """
+    limit = _GROUP_NUMBERS if device.type != "cpu" else 0
+    groups: dict[tuple[Any, ...], list[list[int]]] = {}
+    for i, (sample, label) in enumerate(zip(samples, labels, strict=True)):
+        tiles = tuple(tuple(features.shape[:2]) for features in sample.maps)
+        found = groups.setdefault((sample.frame, sample.tiles, tiles, tuple(label.shape)), [])
+        if found and (len(found[-1]) + 1) * outputs * label.numel() <= limit:
+            found[-1].append(i)
+        else:
+            found.append([i])
+    return [places for found in groups.values() for places in found]
+
+
 def at_label_size(sample: DenseSample, maps: Sequence[Tensor], size: tuple[int, int]) -> Tensor:
-    """Logits [K, height, width] at the size of the labels; straight from the grid if it can be."""
+    """Logits [..., h, w] of the tiles -> [..., height, width], at the size of the labels.
+
+    Straight from the grid if it can be.
+    """
     if len(maps) == 1 and sample.tiles[0] == Tile(0, 0, *sample.frame):
         return bilinear(maps[0], size)
     return bilinear(merge(sample, maps), size)
 
 
 def merge(sample: DenseSample, maps: Sequence[Tensor]) -> Tensor:
-    """Outputs [K, h, w] of the tiles, enlarged to their pixels and averaged where they overlap.
+    """Outputs [..., h, w] of the tiles, enlarged to their pixels and averaged where they overlap.
 
-    Mirrored tiles are turned back. -> [K, height, width] of the frame.
+    Mirrored tiles are turned back. -> [..., height, width] of the frame.
     """
     height, width = sample.frame
-    total = maps[0].new_zeros(maps[0].shape[0], height, width)
-    count = maps[0].new_zeros(1, height, width)
+    total = maps[0].new_zeros(*maps[0].shape[:-2], height, width)
+    count = maps[0].new_zeros(height, width)
     for tile, values in zip(sample.tiles, maps, strict=True):
         large = bilinear(values, (tile.height, tile.width))
         rows = slice(tile.top, tile.top + tile.height)
         columns = slice(tile.left, tile.left + tile.width)
-        total[:, rows, columns] += large.flip(-1) if tile.flipped else large
-        count[:, rows, columns] += 1
+        total[..., rows, columns] += large.flip(-1) if tile.flipped else large
+        count[rows, columns] += 1
     return total / count
 
 
@@ -183,8 +251,9 @@ def train(
 ) -> float:
     """Train from cached features; returns the mean loss of the last tenth of the batches."""
     losses = []
+    held = stored.held(probe.device)
     for i, batch in enumerate(batches):
-        samples = [stored.dense(int(place)) for place in batch]
+        samples = [held(int(place)) for place in batch]
         losses.append(probe.step(samples, [mask(int(place)) for place in batch], ignore))
         if progress:
             progress(i + 1)

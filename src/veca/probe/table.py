@@ -111,6 +111,8 @@ def explain(run: Run) -> str:
     used = {"cls": "the first core (CLS)", "mean": "the mean of the patches"}
     names = str(first.get("features", "")).split("+")
     features = " and ".join(used.get(name, "patch features") for name in names)
+    if not run.protocol.get("extract", {}).get("projection", True):
+        features += ", before the output projection"
     better = "higher" if run.higher_is_better else "lower"
     kept = "score over" if run.higher_is_better else "error under"
     return (

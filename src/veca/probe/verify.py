@@ -154,6 +154,28 @@ class ConfusionCheck:
         }
 
 
+class DepthCheck:
+    """`sklearn.metrics` on the valid pixels of each image, averaged over the images."""
+
+    def __init__(self) -> None:
+        self._version = require_sklearn().__version__
+        self._errors: list[tuple[float, float]] = []
+
+    def add(self, predicted: Array, truth: Array) -> None:
+        from sklearn import metrics  # type: ignore[import-untyped,import-not-found]
+
+        valid = np.isfinite(truth)
+        if valid.any():
+            pair = truth[valid].astype(np.float64), predicted[valid].astype(np.float64)
+            squared = metrics.mean_squared_error(*pair)
+            relative = metrics.mean_absolute_percentage_error(*pair)
+            self._errors.append((float(np.sqrt(squared)), float(relative)))
+
+    def result(self) -> dict[str, Any]:
+        rmse, abs_rel = np.mean(self._errors, axis=0).tolist()
+        return {"with": f"scikit-learn {self._version}", "rmse": rmse, "abs_rel": abs_rel}
+
+
 def _agreement(ours: Tensor, theirs: Array, right: Sequence[Sequence[int]]) -> dict[str, float]:
     classes = int(max(theirs.max(), ours.max())) + 1
     classes = max(classes, 1 + max((max(labels) for labels in right if labels), default=0))

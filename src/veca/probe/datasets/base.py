@@ -34,6 +34,7 @@ __all__ = [
 ]
 
 IGNORE_INDEX = 255
+"""In a mask: a pixel that is neither trained on nor scored."""
 # Raise it when the meaning of what is read changes, so that no cache keyed by it outlives that.
 READER_VERSION = 1
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from veca.errors import VecaError
 
 TASKS = ("classification", "segmentation", "depth")
+"""What a dataset can be for."""
 
 
 class DatasetError(VecaError, ValueError):

@@ -80,6 +80,8 @@ def linear(job: Job, settings: Linear) -> list[Outcome]:
     wants = _wants(job, settings.view)
     trained, train = [], []
     if settings.augment.enabled:
+        if job.verify:
+            job.note("not verified: random crops leave no features to train another classifier on")
         trained = _linear_live(job, settings, wants, labels, held)
     else:
         train = job.extract(data.train, data.train_indices, wants)

@@ -12,14 +12,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.probe import live
+from veca.probe import live, verify
 from veca.probe.augment import random_depth
 from veca.probe.backbone import Features
-from veca.probe.data import Labels
+from veca.probe.data import labels_of
 from veca.probe.datasets import Crop, Dataset
 from veca.probe.depth import DepthProbe, train
 from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
+from veca.probe.kept import Kept
 from veca.probe.metrics import depth_errors, mean_of
 from veca.probe.protocol import Depth
 from veca.probe.schedule import batches
@@ -28,6 +29,7 @@ from veca.probe.views import crop_of, depth_view
 
 Sample = tuple[Image.Image, np.ndarray[Any, Any]]
 """An image and its depth."""
+Depths = Kept[int, Tensor]
 
 
 def depth(job: Job, settings: Depth) -> list[Outcome]:
@@ -47,15 +49,18 @@ def depth(job: Job, settings: Depth) -> list[Outcome]:
     else:
         stored = job.extract(data.train, data.train_indices, train_wants)
     test = job.extract(data.test, data.test_indices, wants)
+    depths = _depths(settings, stored, data.train, data.train_indices, job.device)
+    truths = _depths(settings, test, data.test, data.test_indices)
     outcomes = []
     for i, (backbone, size) in enumerate(job.rows):
         details: dict[str, Any] = {"features": "patches", "max_depth": furthest}
         if stored:
-            probe, loss = _train_stored(job, settings, stored[i], backbone.label, furthest)
+            probe = _new(job, settings, stored[i].dense(0).maps[0].shape[2], furthest)
+            loss = _train_stored(job, settings, probe, stored[i], depths, backbone.label)
             details["train_loss"] = number(loss)
         else:
             probe = trained[i]
-        metrics, more = _score(job, settings, probe, test[i], backbone.label)
+        metrics, more = _score(job, settings, probe, test[i], truths, backbone.label)
         first = test[i].dense(0).tiles[0]
         outcomes.append(
             Outcome(backbone, size, (first.height, first.width), metrics, {**details, **more})
@@ -109,33 +114,47 @@ def _new(job: Job, settings: Depth, width: int, furthest: float) -> DepthProbe:
     return DepthProbe(width, furthest, settings, seed=job.protocol.seed, device=job.device)
 
 
+def _depths(
+    settings: Depth,
+    stored: Sequence[Stored],
+    dataset: Dataset,
+    indices: Sequence[int],
+    device: torch.device | None = None,
+) -> Depths:
+    """The depth of images whose features are there, shared by all rows of the table."""
+    crop = crop_of(settings.view.image_crop, dataset, "image_crop")
+    sizes = stored[0].sizes() if stored else np.empty((0, 2))
+    return labels_of(
+        lambda i: _read(settings, dataset, indices[i], crop, sizes[i].tolist()), device
+    )
+
+
 def _train_stored(
-    job: Job, settings: Depth, stored: Stored, label: str, furthest: float
-) -> tuple[DepthProbe, float]:
-    """Train from the cache; returns the loss at the end as well."""
-    data, optimizer = job.data, settings.optimizer
-    crop = crop_of(settings.view.image_crop, data.train, "image_crop")
-    sizes = stored.sizes()
+    job: Job, settings: Depth, probe: DepthProbe, stored: Stored, depths: Depths, label: str
+) -> float:
+    """Train from the cache; returns the loss at the end."""
+    optimizer = settings.optimizer
+    seen: set[int] = set()
     empty: set[int] = set()
 
     def read(place: int) -> Tensor:
-        index = data.train_indices[place]
-        found = _read(settings, data.train, index, crop, sizes[place].tolist())
-        if not torch.isfinite(found).any():
-            empty.add(index)
+        found = depths(place)
+        if place not in seen:
+            seen.add(place)
+            if not torch.isfinite(found).any():
+                empty.add(job.data.train_indices[place])
         return found
 
-    probe = _new(job, settings, stored.dense(0).maps[0].shape[2], furthest)
     order = batches(len(stored), optimizer.batch, optimizer.iterations, job.protocol.seed)
     loss = train(
         probe,
         stored,
-        Labels[int](read),
+        read,
         order,
         lambda done: job.progress(f"training on {label}", done, optimizer.iterations),
     )
-    _note_empty(job, "training", data.train, empty)
-    return probe, loss
+    _note_empty(job, "training", job.data.train, empty)
+    return loss
 
 
 def _train_live(
@@ -186,21 +205,22 @@ def _train_live(
 
 
 def _score(
-    job: Job, settings: Depth, probe: DepthProbe, stored: Stored, label: str
+    job: Job, settings: Depth, probe: DepthProbe, stored: Stored, truths: Depths, label: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Errors averaged over the test images, and how many there were."""
     data = job.data
-    crop = crop_of(settings.view.image_crop, data.test, "image_crop")
     scored = crop_of(settings.view.eval_crop, data.test, "eval_crop")
     errors, empty = [], set()
+    check = verify.DepthCheck() if job.verify else None
     for place, index in enumerate(data.test_indices):
-        sample = stored.dense(place)
-        truth = _read(settings, data.test, index, crop, sample.size).numpy()
+        sample, truth = stored.dense(place), truths(place).numpy()
         predicted = probe.predict(sample, (truth.shape[0], truth.shape[1]))
         if scored is not None:
             top, bottom, left, right = scored.box(*truth.shape)
             truth, predicted = truth[top:bottom, left:right], predicted[top:bottom, left:right]
         found = depth_errors(predicted, truth)
+        if check is not None:
+            check.add(predicted, truth)
         if found is not None:
             errors.append(found)
         elif settings.empty_depth == "error":
@@ -209,7 +229,11 @@ def _score(
             empty.add(index)
         job.progress(f"scoring {label}", place + 1, len(data.test_indices))
     _note_empty(job, "test", data.test, empty)
-    return mean_of(errors), {"scored": len(errors), "skipped": len(empty)}
+    details: dict[str, Any] = {"scored": len(errors), "skipped": len(empty)}
+    metrics = mean_of(errors)
+    if check is not None:
+        details["verified"] = check.result()
+    return metrics, details
 
 
 def _note_empty(job: Job, part: str, dataset: Dataset, empty: set[int]) -> None:

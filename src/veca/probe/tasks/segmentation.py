@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from veca.probe import live, verify
 from veca.probe.augment import random_segment
 from veca.probe.backbone import Features
-from veca.probe.data import Labels, read_mask
+from veca.probe.data import labels_of, read_mask
+from veca.probe.datasets import Dataset
 from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
+from veca.probe.kept import Kept
 from veca.probe.metrics import Confusion
 from veca.probe.protocol import Segmentation
 from veca.probe.schedule import batches
@@ -25,6 +29,7 @@ from veca.probe.views import FrameView
 
 Sample = tuple[Image.Image, np.ndarray[Any, Any]]
 """An image and its mask."""
+Masks = Kept[int, Tensor]
 
 
 def segmentation(job: Job, settings: Segmentation) -> list[Outcome]:
@@ -39,6 +44,8 @@ def segmentation(job: Job, settings: Segmentation) -> list[Outcome]:
     else:
         stored = job.extract(data.train, data.train_indices, wants)
     test = job.extract(data.test, data.test_indices, wants)
+    masks = _masks(job, stored, data.train, data.train_indices, job.device)
+    truths = _masks(job, test, data.test, data.test_indices)
     outcomes = []
     for i, (backbone, size) in enumerate(job.rows):
         details: dict[str, Any] = {
@@ -46,11 +53,11 @@ def segmentation(job: Job, settings: Segmentation) -> list[Outcome]:
             "view": dataclasses.asdict(sections[size].view),
         }
         if stored:
-            probe, loss = _train_stored(job, settings, stored[i], backbone.label)
+            probe, loss = _train_stored(job, settings, stored[i], masks, backbone.label)
             details["train_loss"] = number(loss)
         else:
             probe = trained[i]
-        metrics, more = _score(job, probe, test[i], backbone.label)
+        metrics, more = _score(job, probe, test[i], truths, backbone.label)
         first = test[i].dense(0).tiles[0]
         outcomes.append(
             Outcome(backbone, size, (first.height, first.width), metrics, {**details, **more})
@@ -68,13 +75,23 @@ def _new(job: Job, settings: Segmentation, width: int) -> SegmentationProbe:
     )
 
 
+def _masks(
+    job: Job,
+    stored: Sequence[Stored],
+    dataset: Dataset,
+    indices: Sequence[int],
+    device: torch.device | None = None,
+) -> Masks:
+    """The masks of images whose features are there, shared by all rows of the table."""
+    sizes = stored[0].sizes() if stored else np.empty((0, 2))
+    return labels_of(lambda i: read_mask(dataset, indices[i], sizes[i].tolist()), device)
+
+
 def _train_stored(
-    job: Job, settings: Segmentation, stored: Stored, label: str
+    job: Job, settings: Segmentation, stored: Stored, masks: Masks, label: str
 ) -> tuple[SegmentationProbe, float]:
     """Train from the cache; returns the loss at the end as well."""
     data, optimizer = job.data, settings.optimizer
-    sizes = stored.sizes()
-    masks = Labels[int](lambda p: read_mask(data.train, data.train_indices[p], sizes[p].tolist()))
     probe = _new(job, settings, stored.dense(0).maps[0].shape[2])
     order = batches(len(stored), optimizer.batch, optimizer.iterations, job.protocol.seed)
     loss = train(
@@ -129,16 +146,15 @@ def _train_live(
 
 
 def _score(
-    job: Job, probe: SegmentationProbe, stored: Stored, label: str
+    job: Job, probe: SegmentationProbe, stored: Stored, truths: Masks, label: str
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Metrics of the whole test set, and details of them."""
     data = job.data
     classes, ignore = data.test.classes, data.test.ignore_index
     confusion = Confusion(len(classes), ignore)
     check = verify.ConfusionCheck(len(classes), ignore) if job.verify else None
-    for place, index in enumerate(data.test_indices):
-        sample = stored.dense(place)
-        mask = read_mask(data.test, index, sample.size).numpy()
+    for place in range(len(stored)):
+        sample, mask = stored.dense(place), truths(place).numpy()
         predicted = probe.predict(sample, (mask.shape[0], mask.shape[1])).cpu().numpy()
         confusion.add(mask, predicted)
         if check is not None:
