@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint clean
+.PHONY: run test lint docs clean
 
 run: $(VENV)/.installed
 	# One thread: on a busy machine several that wait for each other are many times slower.
@@ -16,6 +16,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs:
+	# The API reference, from the docstrings; needs nothing installed.
+	$(PYTHON) docs/build_api.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

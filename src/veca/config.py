@@ -23,16 +23,19 @@ class VecaConfig:
     width: int = 384
     """Width of every token, D."""
     heads: int = 6
+    """Attention heads; `width / heads` is a multiple of 4."""
     ffn_ratio: float = 2.66667
     """SwiGLU hidden width as a multiple of `width`: it is `int(width * ffn_ratio)`."""
     num_cores: int = 64
     """Size of the ordered core bank, M: the largest budget."""
     patch_size: int = 16
+    """Pixels a side of one patch; image sides are multiples of it."""
     in_channels: int = 3
     output_width: int | None = None
     """Width of the features that come out; None means `width` (no output projection)."""
 
     rope_base: float = 100.0
+    """Rotary periods are powers of this, in units of half the image side."""
     rope_zero_fraction: float = 0.125
     """Share of the rotary periods, counted from the longest, that do not rotate at all."""
     rope_shift: float | None = 0.08
@@ -43,12 +46,15 @@ class VecaConfig:
     """Training only: both axes are scaled by one exp(uniform(-ln rescale, ln rescale))."""
 
     norm_eps: float = 1e-5
+    """Of every LayerNorm."""
     dropout: float = 0.0
+    """After the attention and in the feed-forward, in training; none as published."""
     core_move_init: float = 0.01
     """Initial value of each layer's step size for the moving cores."""
 
     image_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     image_std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """With `image_mean`, what pixels in 0..1 are normalised by, as the weights expect it."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "num_cores", "patch_size", "in_channels"):
@@ -86,6 +92,7 @@ class VecaConfig:
 
     @property
     def head_width(self) -> int:
+        """Width of one attention head, d."""
         return self.width // self.heads
 
     @property
@@ -155,7 +162,6 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     return numbers
 
 
-# `tiny` is ours, for laptops and tests; the other four are the paper's.
 PRESETS: dict[str, VecaConfig] = {
     "veca_tiny_patch16": VecaConfig(width=192, heads=3),
     "veca_small_patch16": VecaConfig(width=384, heads=6),
@@ -163,6 +169,7 @@ PRESETS: dict[str, VecaConfig] = {
     "veca_base_patch16": VecaConfig(width=768, heads=12),
     "veca_large_patch16": VecaConfig(depth=24, width=1024, heads=16),
 }
+"""Configurations by name. `tiny` is ours, for laptops and tests; the others are the paper's."""
 
 
 def preset(name: str) -> VecaConfig:

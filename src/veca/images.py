@@ -45,11 +45,14 @@ __all__ = [
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# The count at which Pillow itself refuses to open a file, with its default settings.
+"""With `IMAGENET_MEAN`: of pixels in 0..1, by channel (R, G, B)."""
 MAX_PIXELS = 178_956_970
+"""The count at which Pillow itself refuses to open a file, with its default settings."""
 _SUFFIXES = "jpg jpeg jpe jfif png apng webp bmp tif tiff gif ppm pgm pbm pnm"
 EXTENSIONS = frozenset(f".{suffix}" for suffix in _SUFFIXES.split())
+"""Suffixes of files in a folder that count as images, in lower case."""
 FITS = ("resize", "pad", "crop", "error")
+"""How an image comes onto the patch grid; see `target_size`."""
 
 # A closed list, so that a file cannot choose a rarer decoder (EPS, for one, starts Ghostscript).
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")

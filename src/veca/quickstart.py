@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
+"""What the first look runs at."""
 # The figures of `veca viz report` that the page shows of every photo.
 PARTS = ("features", "agreement", "similarity", "attention-norm", "cores", "paths")
 _ENDS = ("similarity", "attention-norm")  # a row a budget: the smallest and the largest will do

@@ -13,6 +13,7 @@ from veca.errors import InputError, suggest
 from veca.rope import Rotation
 
 BACKENDS = ("auto", "reference", "sdpa", "triton")
+"""Who computes attention: the definition, torch, our kernels, or the fastest that fits."""
 
 
 def core_attention(

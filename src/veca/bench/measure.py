@@ -28,6 +28,7 @@ from veca.memory import is_out_of_memory, peak_tensor_memory
 from veca.model import Veca, check_budget
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What can be timed."""
 DENSE = "dense"
 """Name of the yardstick: the same network with full attention."""
 

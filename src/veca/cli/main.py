@@ -10,14 +10,17 @@ import typer
 from veca.cli.bench import bench
 from veca.cli.demo import demo
 from veca.cli.distill import distill
+from veca.cli.embed import embed
 from veca.cli.export import export
 from veca.cli.features import features
 from veca.cli.import_ import import_
 from veca.cli.info import info
 from veca.cli.pack import pack
 from veca.cli.probe import probe
+from veca.cli.publish import publish
 from veca.cli.quickstart import quickstart
 from veca.cli.report import report
+from veca.cli.search import search
 from veca.cli.viz import viz
 from veca.errors import VecaError
 
@@ -33,7 +36,8 @@ _UsageError: Any = typer.BadParameter.__base__
 for command in (
     *(quickstart, info, features, viz, demo),
     *(pack, distill, probe, report),
-    *(bench, export, import_),
+    *(embed, search),
+    *(bench, export, import_, publish),
 ):
     app.command(name=command.__name__.rstrip("_"))(command)
 

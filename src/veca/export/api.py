@@ -23,7 +23,9 @@ from veca.weights import weights_hash
 from veca.weights.store import file_hash
 
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
+"""Formats, and the suffixes of their files."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+"""What an exported file can compute in."""
 ANY = "any"
 """In place of a budget: one file that takes the budget as its second input."""
 

@@ -35,7 +35,9 @@ from veca.model import Veca, check_budget
 from veca.weights import weights_hash
 
 WHAT = ("cls", "patches")
+"""What can be written: the global embedding, the dense features."""
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
+"""What features can be written as."""
 
 Source: TypeAlias = "str | os.PathLike[str]"
 
@@ -58,6 +60,7 @@ class Summary:
 
     @property
     def images_per_second(self) -> float:
+        """Computed ones only; reused files count for nothing."""
         return self.computed / self.seconds
 
 

@@ -29,6 +29,7 @@ from veca.errors import InputError
 from veca.files import atomic_write
 
 FORMATS = ("npz", "safetensors")
+"""What a file of features can be."""
 
 
 def read_features(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from veca.html import Page
 from veca.viz.colour import RGB, heat_bar
 
 FORMATS = ("png", "svg", "html")
+"""What a figure can be saved as."""
 _GAP = 10
 _LINE = 17
 _FONT = 13

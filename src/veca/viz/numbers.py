@@ -49,13 +49,21 @@ class Numbers:
 
     cores: int
     layer: int
+    """1 for the first block."""
     coverage: float
+    """exp(entropy) of a core's attention over the number of patches: 1 is everywhere alike."""
     radius: float
+    """Root mean square distance of what a core looks at from its middle, in half sides."""
     roundness: float
+    """Short over long axis of what a core looks at: 1 is a circle."""
     overlap: float
+    """Attention that two cores have in common, mean over pairs: 1 is the same map."""
     path: float
+    """How far a core has travelled so far, in patches."""
     cosine: float
+    """Between the states of two cores, mean over pairs."""
     directions: float
+    """Effective number of directions of the states, as a share of the most possible."""
 
 
 MEASURES = tuple(field.name for field in fields(Numbers))[2:]
@@ -68,8 +76,10 @@ class Verdict:
     claim: str
     holds: bool
     measure: str
+    """The number that decides."""
     before: float
     after: float
+    """The two values of it that are compared."""
 
     def __str__(self) -> str:
         answer = "yes" if self.holds else "no"

@@ -11,6 +11,7 @@ from veca.model import Veca, create_model
 from veca.weights import find, load
 
 DEFAULT_WEIGHTS = "veca_tiny_patch16"
+"""What is looked at where no weights are named."""
 FRESH = (
     "These are fresh random weights, not trained ones: costs and times are real, but the features "
     "and the pictures mean nothing yet."

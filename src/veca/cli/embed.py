@@ -1,0 +1,140 @@
+"""`veca embed`: a whole collection of images as vectors in Parquet files."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from veca.cli.common import Device, Threads, console, parse_size, pick_device
+
+
+class Engine(str, Enum):
+    local = "local"
+    ray = "ray"
+
+
+def embed(
+    source: Annotated[
+        list[str],
+        typer.Argument(help="A folder, a .txt list, .tar shards or a pattern; several are joined."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the Parquet shards.")],
+    weights: Annotated[
+        str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")
+    ] = "veca_tiny_patch16",
+    cores: Annotated[
+        int | None, typer.Option(help="The budget.", show_default="all the model has")
+    ] = None,
+    size: Annotated[
+        str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")
+    ] = "224",
+    patches: Annotated[
+        bool, typer.Option("--patches", help="Store the patch grid beside the cls features.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of the stored features: float16, float32.")] = (
+        "float16"
+    ),
+    precision: Annotated[
+        str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
+    ] = "float32",
+    batch: Annotated[
+        int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
+    ] = 32,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Processes that decode images; with ray, model workers.",
+            show_default="one for each CPU; with ray, all the cluster has room for",
+        ),
+    ] = None,
+    shard_rows: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Images in a shard, at most. A killed run loses less than one shard."
+        ),
+    ] = 2048,
+    fast_jpeg: Annotated[
+        bool,
+        typer.Option(
+            "--fast-jpeg",
+            help="Decode large JPEG files at a fraction of their size: faster, and the features "
+            "differ a little.",
+        ),
+    ] = False,
+    device: Device = "auto",
+    threads: Threads = None,
+    engine: Annotated[Engine, typer.Option(help="This machine, or a Ray cluster.")] = Engine.local,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="The Ray cluster.", show_default="$RAY_ADDRESS, or a new one on this machine"
+        ),
+    ] = None,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Do shards again that list failures.")
+    ] = False,
+) -> None:
+    """Embed a whole collection into Parquet shards; run it again to go on after a stop.
+
+    veca embed photos/ --out vectors/ --weights my-weights --cores 32
+    """
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from veca.collections import embed as embed_collection
+
+    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("embedding", total=None)
+        report = embed_collection(
+            source[0] if len(source) == 1 else source,
+            out,
+            weights=weights,
+            cores=cores,
+            size=parse_size(size),
+            patches=patches,
+            dtype=dtype,
+            precision=precision,
+            batch=batch,
+            shard_rows=shard_rows,
+            fast_jpeg=fast_jpeg,
+            # With ray the devices are the cluster's.
+            device=device if engine is Engine.ray else pick_device(device),
+            engine=engine.value,
+            workers=workers,
+            threads=threads,
+            address=address,
+            retry_failed=retry_failed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if report.computed:
+        speed = f"({report.images_per_second:.1f} images/s)"
+        parts = [f"{_count(report.computed, 'image')} embedded {speed}"]
+        if report.images > report.computed:
+            parts.append(f"{report.images - report.computed:,} there already")
+    elif report.added:
+        parts = [f"nothing embedded, {_count(report.images, 'image')} there already"]
+    else:
+        parts = [f"nothing to do, {_count(report.images, 'image')} there already"]
+    if report.added:
+        parts.append(f"{report.added:,} new in the source")
+    if report.gone:
+        parts.append(f"{report.gone:,} not in the source any more (rows stay)")
+    if report.failed:
+        parts.append(f"{report.failed:,} could not be read (listed in {report.failures_file})")
+    said = f"{', '.join(parts)}; {_count(report.shards, 'shard')} in {report.out}"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

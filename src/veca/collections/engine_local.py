@@ -1,0 +1,56 @@
+"""One machine: worker processes decode, a few threads compute, one thread writes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from veca.collections.compute import Compute, Results, embed_shards
+from veca.collections.plan import Plan, Shard
+from veca.collections.settings import Settings
+from veca.collections.table import ShardRecord
+from veca.data import pool
+from veca.data.sources import ImageSource
+from veca.model import Veca
+
+
+def run(
+    shards: Sequence[Shard],
+    plan: Plan,
+    source: ImageSource,
+    model: Veca,
+    settings: Settings,
+    folder: Path,
+    *,
+    workers: int | None,
+    threads: int | None,
+    on_images: Callable[[int], None],
+) -> Iterator[ShardRecord]:
+    """Work through `shards`; yields each when it is on the disk."""
+    workers = pool.default_workers() if workers is None else workers
+
+    def decoding(function: Callable[[Any], Any], jobs: Iterable[Any]) -> Results:
+        yield from pool.ordered_map(function, jobs, workers)
+
+    return embed_shards(
+        shards,
+        plan,
+        source,
+        Compute(model, settings),
+        settings,
+        folder,
+        ordered_map=decoding,
+        lanes=lanes_for(next(model.parameters()).device, threads),
+        on_images=on_images,
+    )
+
+
+def lanes_for(device: torch.device, threads: int | None) -> int:
+    """Batches to compute at a time: one for each CPU thread; on a GPU one, and one on its way."""
+    if device.type != "cpu":
+        return 2 if device.type == "cuda" else 1
+    return threads or min(torch.get_num_threads(), os.cpu_count() or 1)
