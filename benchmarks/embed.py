@@ -291,13 +291,16 @@ def summary(
     row["limit images/s"] = limit
     row["share of the limit"] = results["embed"]["images/s"] / limit
     row["share by CPU time"] = results["bare"]["CPU ms/image"] / results["embed"]["CPU ms/image"]
-    together = [float(str(sample["together MiB"])) for sample in samples]
-    tenth = max(1, len(together) // 10)
-    row["memory second tenth MiB"] = float(np.median(together[tenth : 2 * tenth] or together))
-    row["memory last tenth MiB"] = float(np.median(together[-tenth:] or [0]))
-    row["memory peak MiB"] = max(together, default=0.0)
+    row |= memory_by_quarter([float(str(sample["together MiB"])) for sample in samples])
     row["load before"], row["load after"] = before, os.getloadavg()[0]
     return row
+
+
+def memory_by_quarter(together: list[float]) -> Row:
+    """The median of each quarter of the run, and the peak."""
+    quarters = np.array_split(np.array(together), 4)
+    medians = {f"memory quarter {i} MiB": float(np.median(q)) for i, q in enumerate(quarters, 1)}
+    return {**medians, "memory peak MiB": max(together)}
 
 
 def write_csv(name: str, rows: list[Row], folder: Path) -> None:
