@@ -1,7 +1,7 @@
 """What the two fine-tuning examples share: options, views of images, the loop, the table.
 
-The part that keeps a budget elastic is in `finetune`: each step draws a budget and runs the whole
-batch on that prefix of the cores.
+The part about budgets is in `finetune`: each step draws one and runs the whole batch on that prefix
+of the cores.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def finetune(
         loss_of: the loss of a batch of samples (indices below `count`) at a budget (None: all).
     """
     bank = backbone.config.num_cores
-    # All budgets alike: the published weights favour large ones, too much for a short training.
+    # All budgets alike: the published weights give the smallest one step in twenty.
     even = [1.0] * len(default_budgets(bank))
     budgets = None if args.no_nested else BudgetSampler(bank, weights=even, seed=args.seed)
     fresh = [p for name, p in model.named_parameters() if not name.startswith("backbone.")]

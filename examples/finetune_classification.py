@@ -4,8 +4,8 @@
     python examples/finetune_classification.py --data pets/ --out runs/breeds-full --no-nested
 
 The head reads the first core, the global embedding. Nested dropout stays on: each step trains one
-budget, so that the fine-tuned network still works at every budget. `--no-nested` trains all cores
-at every step, and the table at the end shows what that does to smaller budgets.
+budget, so that all of them go on being trained. `--no-nested` trains all cores at every step, and
+the table at the end shows what that does to smaller budgets.
 """
 
 from __future__ import annotations

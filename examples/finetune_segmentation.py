@@ -4,9 +4,9 @@
     python examples/finetune_segmentation.py --data pets/ --out runs/trimaps-full --no-nested
 
 The head reads the patches: each of them says the classes (pet, background, border) of 4 x 4 cells,
-4 pixels each. Nested dropout stays on: each step trains one budget, so that the fine-tuned network
-still works at every budget. `--no-nested` trains all cores at every step, and the table at the end
-shows what that does to smaller budgets.
+4 pixels each. Nested dropout stays on: each step trains one budget, so that all of them go on being
+trained. `--no-nested` trains all cores at every step, and the table at the end shows what that does
+to smaller budgets.
 """
 
 from __future__ import annotations
