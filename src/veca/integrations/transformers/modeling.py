@@ -22,12 +22,12 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BackboneOutput, ImageClassifierOutput
 from transformers.utils import ModelOutput
 
-from veca.weights.card import model_card
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
 from veca.model import Block, CoreBank, CoreMove, Veca, VecaOutput, spread_points
 from veca.rope import Rotation
 from veca.weights import store
+from veca.weights.card import model_card
 
 try:  # where it is in recent versions, and where it was in the first of version 5
     from transformers.backbone_utils import BackboneMixin
