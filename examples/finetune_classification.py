@@ -15,12 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL import Image
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import veca
-from common import (
+from finetuning import (
     as_batch,
     chunks,
     finetune,
@@ -33,6 +28,11 @@ from common import (
     start,
     view,
 )
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import veca
 from veca.probe.datasets import Dataset, open_dataset
 from veca.probe.metrics import accuracy
 

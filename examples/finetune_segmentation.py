@@ -17,12 +17,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from finetuning import (
+    as_batch,
+    chunks,
+    finetune,
+    options,
+    random_box,
+    report,
+    run,
+    some,
+    start,
+    view,
+)
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import veca
-from common import as_batch, chunks, finetune, options, random_box, report, run, some, start, view
 from veca.probe.datasets import Dataset, open_dataset
 from veca.probe.metrics import Confusion
 

@@ -54,11 +54,17 @@ class DenseVit(nn.Module):
 
     def forward(self, images: Tensor) -> DenseOutput:
         """Features of `images` [B, 3, H, W] (float, normalised), H and W on the patch grid."""
-        cls, patches, grid = self.tokens(images)
-        return DenseOutput(self.project(cls), self.project(patches), grid)
+        x, grid = self._encode(images)
+        x = self.project(x)
+        return DenseOutput(x[:, 0], x[:, EXTRA_TOKENS:], grid)
 
     def tokens(self, images: Tensor) -> DenseOutput:
         """The same before the projection: as wide as the network."""
+        x, grid = self._encode(images)
+        return DenseOutput(x[:, 0], x[:, EXTRA_TOKENS:], grid)
+
+    def _encode(self, images: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """All tokens after the last norm, and the grid of the patches."""
         c = self.config
         grid = check_images(images, c.in_channels, c.patch_size)
         if not self.training:
@@ -71,8 +77,7 @@ class DenseVit(nn.Module):
         rotation = self._rotation(grid, x.device)
         for block in self.blocks:
             x = block(x, x.shape[1], rotation, None)
-        x = self.norm(x)
-        return DenseOutput(x[:, 0], x[:, EXTRA_TOKENS:], grid)
+        return self.norm(x), grid
 
     def _rotation(self, grid: tuple[int, int], device: torch.device) -> Rotation:
         """Patches turn with their coordinates; the extra tokens stand outside the image."""

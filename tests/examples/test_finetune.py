@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +27,9 @@ def example(monkeypatch):
 
     def load(name: str):
         monkeypatch.syspath_prepend(str(EXAMPLES))
-        # `common` is a name that others have too.
-        monkeypatch.delitem(sys.modules, "common", raising=False)
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        monkeypatch.delitem(sys.modules, "common", raising=False)
         return module
 
     return load
