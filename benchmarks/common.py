@@ -63,9 +63,11 @@ def matmul_rate() -> float:
     return 2 * 8192**3 / ms / 1e9
 
 
-def write_csv(name: str, rows: Sequence[dict[str, object]], folder: Path = RESULTS) -> Path:
-    """Rows with the machine's facts beside them, as results/NAME.csv."""
-    facts = asdict(machine("cuda"))
+def write_csv(
+    name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULTS, *, device: str = "cuda"
+) -> Path:
+    """Rows with the facts of the machine that `device` is in beside them, as results/NAME.csv."""
+    facts = asdict(machine(device))
     columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
     path = folder / f"{name}.csv"
     with atomic_write(path, "w") as file:

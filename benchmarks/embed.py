@@ -18,7 +18,6 @@ its workers is sampled on the way. Writes results/embed.csv and results/embed_me
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import resource
@@ -29,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +37,12 @@ import torch
 from PIL import Image
 
 import veca
-from common import RESULTS
-from veca.bench import machine
+from common import RESULTS, write_csv
 from veca.collections import embed
 from veca.collections.compute import Decoder
 from veca.collections.settings import Settings
 from veca.data.pool import ordered_map
 from veca.data.sources import open_source
-from veca.files import atomic_write
 
 Row = dict[str, object]
 TURN = 2.0
@@ -268,8 +265,8 @@ def main() -> None:
         contenders = race(folder, sys.argv[1:])
     results = {contender.name: contender.result() for contender in contenders}
     rows = [summary(results, contenders[0].memory, options, before)]
-    write_csv("embed", rows, options.out)
-    write_csv("embed_memory", contenders[0].memory, options.out)
+    write_csv("embed", rows, options.out, device="cpu")
+    write_csv("embed_memory", contenders[0].memory, options.out, device="cpu")
     for key, value in rows[0].items():
         print(f"{key:>32}  {value:.4g}" if isinstance(value, float) else f"{key:>32}  {value}")
 
@@ -301,18 +298,6 @@ def memory_by_quarter(together: list[float]) -> Row:
     quarters = np.array_split(np.array(together), 4)
     medians = {f"memory quarter {i} MiB": float(np.median(q)) for i, q in enumerate(quarters, 1)}
     return {**medians, "memory peak MiB": max(together)}
-
-
-def write_csv(name: str, rows: list[Row], folder: Path) -> None:
-    """Rows with the machine's facts beside them; the helper in common.py asks a GPU."""
-    facts = asdict(machine("cpu"))
-    columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
-    with atomic_write(folder / f"{name}.csv", "w") as file:
-        table = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-        table.writeheader()
-        for row in rows:
-            cells = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
-            table.writerow({**cells, **facts})
 
 
 if __name__ == "__main__":

@@ -12,23 +12,19 @@ time does not depend on what they have learned. Writes results/probe-sweep.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import veca
-from common import RESULTS, print_table
-from veca.bench import machine
-from veca.files import atomic_write
+from common import RESULTS, print_table, write_csv
 from veca.probe import read_run
 
 TASKS = ("knn", "linear")
@@ -52,7 +48,7 @@ def main() -> None:
     for kind in ("wall_s", "cpu_s"):
         again[f"{kind[:-2]}_times_faster"] = first[kind] / again[kind]
     again["same_scores"] = first.pop("scores") == again.pop("scores")
-    _write(options.out / "probe-sweep.csv", rows)
+    write_csv("probe-sweep", rows, options.out, device="cpu")
     print_table(rows)
 
 
@@ -94,17 +90,6 @@ def _measure(
         "features_s": sum(run.seconds["features"] for run in runs),
         "scores": [run.score(row) for run in runs for row in run.rows],
     }
-
-
-def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    facts = asdict(machine("cpu"))
-    columns = [*dict.fromkeys(key for row in rows for key in row), *facts]
-    with atomic_write(path, "w") as file:
-        table = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-        table.writeheader()
-        for row in rows:
-            cells = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
-            table.writerow({**cells, **facts})
 
 
 if __name__ == "__main__":

@@ -203,10 +203,7 @@ def report(
         # No paths: the file may be published.
         "weights": args.weights if args.weights.startswith("fresh:") else Path(args.weights).name,
         "weights_sha256": args.weights_sha256,
-        "settings": {
-            name: getattr(args, name)
-            for name in ("steps", "batch", "size", "lr", "head_lr", "seed")
-        },
+        "settings": {name: getattr(args, name) for name in SETTINGS},
         "evaluation_seconds": round(time.perf_counter() - begin, 1),
         **facts,
         "machine": asdict(machine(args.device)),

@@ -1,7 +1,7 @@
 import torch
 
 from conftest import SMALLEST, stirred
-from veca import DenseVit
+from veca import DenseVit, Veca
 
 
 def test_dense_outputs_and_full_attention():
@@ -19,3 +19,16 @@ def test_extra_tokens_do_not_rotate():
     model = DenseVit(SMALLEST)
     cos, sin = model._rotation((2, 3), torch.device("cpu"))
     assert (cos[0, :5] == 1).all() and (sin[0, :5] == 0).all() and (sin[0, 5:] != 0).any()
+
+
+def test_tokens_are_what_the_projection_takes():
+    for model in (
+        DenseVit(SMALLEST.replace(output_width=48)),
+        Veca(SMALLEST.replace(output_width=48)),
+    ):
+        model = stirred(model).eval()
+        images = torch.randn(2, 3, 32, 48)
+        out, before = model(images), model.tokens(images)
+        assert before.cls.shape == (2, 32) and before.grid == out.grid
+        torch.testing.assert_close(model.project(before.cls), out.cls)
+        torch.testing.assert_close(model.project(before.patches), out.patches)

@@ -110,6 +110,33 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
+def exclusive(path: Path, busy: str) -> Iterator[None]:
+    """Hold the lock file `path`, removed at the end; another process that holds it: OutputError.
+
+    The lock goes with the process that took it, however that ends. Where there are no locks
+    (Windows, some network folders) nothing is locked.
+    """
+    with output_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    with file:
+        try:
+            import fcntl
+
+            # Not flock: workers that outlive a killed parent for a moment would still hold it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            raise OutputError(busy) from error
+        except (ImportError, OSError):
+            pass
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # an open file stays on Windows
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
 def output_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn a failure to write `path` into an `OutputError` that says why and what to do."""
     try:

@@ -8,6 +8,7 @@ D width, L layers. Tokens are kept as [cores ; patches] through the whole networ
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -272,6 +273,11 @@ class Veca(nn.Module):
         last = deque(self._layers(images, budget), maxlen=1).pop()
         return self._finish(last, budget, grid)
 
+    def tokens(self, images: Tensor, cores: int | None = None) -> VecaOutput:
+        """The same before the output projection: after the last norm, as wide as the network."""
+        raw = self.forward_intermediates(images, cores, (self.config.depth,), norm=False)[0]
+        return raw._replace(cores=self.norm(raw.cores), patches=self.norm(raw.patches))
+
     def forward_intermediates(
         self,
         images: Tensor,
@@ -415,6 +421,17 @@ def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: ob
     """
     config = name if isinstance(name, VecaConfig) else preset(name)
     return Veca(config.replace(**changes) if changes else config, backend=backend)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode for a while."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def initialize(model: nn.Module) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-import os
 import subprocess
 import sys
 
@@ -18,6 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from interpreter import import_interpreted
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
@@ -25,12 +26,7 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 if not GPU:
-    # Triton decides while it is imported whether to interpret. Outside this file the variable is
-    # off again, or other tests would get interpreted kernels wherever the dispatcher chooses.
-    os.environ["TRITON_INTERPRET"] = "1"
-    importlib.import_module("triton.experimental.gluon")  # or the first launch imports it
-    importlib.import_module("veca.attention.kernels")
-    del os.environ["TRITON_INTERPRET"]
+    import_interpreted("veca.attention.kernels")
 
 from veca.attention import core_attention as dispatched  # noqa: E402
 from veca.attention import kernels  # noqa: E402

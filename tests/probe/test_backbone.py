@@ -13,8 +13,9 @@ from veca import DenseVit, VecaConfig
 from veca.cost import cost
 from veca.images import normalize
 from veca.probe import Backbone, ProbeError, TeacherBackbone, VecaBackbone, as_backbone
-from veca.probe.backbone import check_unique, guarded_features, own_grid, public_name
+from veca.probe.backbone import check_unique, guarded_features, own_grid
 from veca.teachers import CallableTeacher, load_teacher
+from veca.weights.names import public_name
 
 PIXELS = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0))
 

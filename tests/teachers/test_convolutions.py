@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 
 import pytest
 import torch
+
+from interpreter import import_interpreted
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -16,11 +17,7 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 if not GPU:
-    # Triton decides while it is imported whether to interpret; elsewhere the variable is off.
-    os.environ["TRITON_INTERPRET"] = "1"
-    importlib.import_module("triton.experimental.gluon")
-    importlib.import_module("veca.teachers.convolution_kernels")
-    del os.environ["TRITON_INTERPRET"]
+    import_interpreted("veca.teachers.convolution_kernels")
 
 from veca.teachers import convolutions  # noqa: E402
 from veca.teachers.efficientnet import (  # noqa: E402

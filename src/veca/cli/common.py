@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 console = Console()
 
+Weights = Annotated[str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")]
+Cores = Annotated[int | None, typer.Option(help="The budget.", show_default="all the model has")]
+ShownSize = Annotated[str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto: the best there is.")]
 Threads = Annotated[
     int | None, typer.Option(help="CPU threads to use.", show_default="torch's choice")

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import Device, Threads, console, parse_size, pick_device
+from veca.cli.common import (
+    Cores,
+    Device,
+    ShownSize,
+    Threads,
+    Weights,
+    console,
+    parse_size,
+    pick_device,
+)
 
 
 class Engine(str, Enum):
@@ -22,15 +31,9 @@ def embed(
         typer.Argument(help="A folder, a .txt list, .tar shards or a pattern; several are joined."),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the Parquet shards.")],
-    weights: Annotated[
-        str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")
-    ] = "veca_tiny_patch16",
-    cores: Annotated[
-        int | None, typer.Option(help="The budget.", show_default="all the model has")
-    ] = None,
-    size: Annotated[
-        str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")
-    ] = "224",
+    weights: Weights = "veca_tiny_patch16",
+    cores: Cores = None,
+    size: ShownSize = "224",
     patches: Annotated[
         bool, typer.Option("--patches", help="Store the patch grid beside the cls features.")
     ] = False,

@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import Device, Threads, console, parse_size, pick_device
+from veca.cli.common import (
+    Cores,
+    Device,
+    ShownSize,
+    Threads,
+    Weights,
+    console,
+    parse_size,
+    pick_device,
+)
 
 _SHOWN_FAILURES = 10
 
@@ -23,15 +32,9 @@ def features(
             "file ending in .npz or .safetensors: all images, written at the end, no resuming."
         ),
     ],
-    weights: Annotated[
-        str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")
-    ] = "veca_tiny_patch16",
-    cores: Annotated[
-        int | None, typer.Option(help="The budget.", show_default="all the model has")
-    ] = None,
-    size: Annotated[
-        str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")
-    ] = "512",
+    weights: Weights = "veca_tiny_patch16",
+    cores: Cores = None,
+    size: ShownSize = "512",
     fit: Annotated[
         str, typer.Option(help="How images come onto the patch grid: resize, pad, crop or error.")
     ] = "resize",

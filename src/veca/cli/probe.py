@@ -244,10 +244,11 @@ def _backbones(
     allow_remote_code: bool,
 ) -> list[Backbone]:
     from veca.probe import DenseBackbone, TeacherBackbone, VecaBackbone
-    from veca.probe.backbone import BASELINE, TEACHER, public_name
+    from veca.probe.backbone import BASELINE, TEACHER
     from veca.teachers import load_teacher, read_dense_vit
     from veca.teachers.ours import is_dense_vit
     from veca.weights import load
+    from veca.weights.names import public_name
 
     if not weights and not teacher and not baselines:
         raise InputError("nothing to probe; give --weights, --teacher or --baseline.")
@@ -303,7 +304,7 @@ def default_budgets(bank: int) -> list[int]:
 
 def _command(task: str, options: dict[str, Any]) -> str:
     """The command to repeat a run; paths are shortened to their last part, to be published."""
-    from veca.probe.backbone import public_name
+    from veca.weights.names import public_name
 
     words = ["veca", "probe", task]
     for name, value in options.items():

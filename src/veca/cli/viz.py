@@ -9,6 +9,7 @@ import typer
 
 from veca.cli.common import (
     Device,
+    ShownSize,
     Threads,
     console,
     parse_numbers,
@@ -51,9 +52,7 @@ def viz(
     layers: Annotated[
         str | None, typer.Option(help="Layers, such as 1,4,8,12.", show_default="the figure's own")
     ] = None,
-    size: Annotated[
-        str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")
-    ] = "512",
+    size: ShownSize = "512",
     sizes: Annotated[str, typer.Option(help="Sizes: short sides in pixels.")] = (
         "256,512,768,1024"
     ),

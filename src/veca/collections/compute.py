@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -94,17 +94,6 @@ class Decoder:
         if image.size != (width, height):
             image = image.resize((width, height), Image.Resampling.BICUBIC)
         return np.array(image)
-
-
-@contextmanager
-def evaluating(model: Veca) -> Iterator[None]:
-    """The model in evaluation mode for a while."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 class Compute:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from veca.collections import engine_local
-from veca.collections.compute import evaluating
 from veca.collections.extras import require
 from veca.collections.plan import Plan, Shard, locked, open_plan
 from veca.collections.settings import Settings, whole
@@ -22,7 +22,7 @@ from veca.data.sources import ImageSource, Spec, open_source
 from veca.errors import ImageError, InputError, suggest
 from veca.files import atomic_write_text
 from veca.images import Size
-from veca.model import Veca
+from veca.model import Veca, evaluating
 from veca.weights import load
 
 FAILURES = "failures.jsonl"
@@ -202,33 +202,13 @@ def _engine(
     device: str,
     address: str | None,
 ) -> Iterator[ShardRecord]:
+    work = (state.left, state.plan, source, model, state.settings, state.folder)
+    how: dict[str, Any] = {"workers": workers, "threads": threads, "on_images": state.count}
     if engine == "ray":
         from veca.collections import engine_ray
 
-        return engine_ray.run(
-            state.left,
-            state.plan,
-            source,
-            model,
-            state.settings,
-            state.folder,
-            workers=workers,
-            threads=threads,
-            device=device,
-            address=address,
-            on_images=state.count,
-        )
-    return engine_local.run(
-        state.left,
-        state.plan,
-        source,
-        model,
-        state.settings,
-        state.folder,
-        workers=workers,
-        threads=threads,
-        on_images=state.count,
-    )
+        return engine_ray.run(*work, **how, device=device, address=address)
+    return engine_local.run(*work, **how)
 
 
 class _State:

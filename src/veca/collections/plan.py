@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from veca.data.index import load_arrays
 from veca.data.names import Names
 from veca.data.sources import ImageSource
 from veca.errors import InputError, OutputError
-from veca.files import atomic_write, atomic_write_json, output_errors
+from veca.files import atomic_write, atomic_write_json, exclusive, output_errors
 from veca.version import __version__
 
 PLAN = "plan"
@@ -181,19 +180,13 @@ def _save_part(path: Path, names: Names) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep a second process from embedding into the same folder, and tidy up after a killed one."""
-    with output_errors(folder / MANIFEST):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _LOCK
-        file = path.open("w")
-    with file:
-        _lock(file, folder)
+    busy = f"{folder} is being filled by another process; wait for it or choose another."
+    with exclusive(folder / _LOCK, busy):
         _tidy(folder)
         try:
             yield
         finally:
             _tidy(folder)  # a worker elsewhere may have been killed
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
 
 
 def _tidy(folder: Path) -> None:
@@ -202,19 +195,3 @@ def _tidy(folder: Path) -> None:
         for left in place.glob(".*.tmp"):
             with contextlib.suppress(OSError):
                 left.unlink()
-
-
-def _lock(file: Any, folder: Path) -> None:
-    if os.name != "posix":  # elsewhere an open file cannot be removed, which has to do
-        return
-    import fcntl
-
-    try:
-        # Not flock: workers that outlive a killed parent for a moment would still hold it.
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        raise OutputError(
-            f"{folder} is being filled by another process; wait for it or choose another."
-        ) from error
-    except OSError:  # a file system without locks
-        pass

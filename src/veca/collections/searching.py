@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from veca.collections.compute import Compute, Decoder, evaluating
+from veca.collections.compute import Compute, Decoder
 from veca.collections.extras import require
 from veca.collections.settings import Settings, whole
 from veca.collections.table import finished_shards, read_manifest, read_paths, read_shard
@@ -34,7 +34,7 @@ from veca.errors import ImageError, InputError, OutputError, VecaError, WeightsE
 from veca.files import commit, temporary_beside
 from veca.html import Page
 from veca.images import Source, read_image
-from veca.model import Veca
+from veca.model import Veca, evaluating
 from veca.weights import load, weights_hash
 
 Vector: TypeAlias = "NDArray[Any] | torch.Tensor"

@@ -26,11 +26,12 @@ from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.errors import BadImageError, DataError
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import OutputError, suggest
+from veca.errors import suggest
 from veca.files import (
     atomic_write_json,
     atomic_write_text,
     commit,
+    exclusive,
     output_errors,
     temporary_beside,
 )
@@ -114,7 +115,8 @@ def pack(
     if per_shard is not None and (not isinstance(per_shard, int) or per_shard < 1):
         raise DataError(f"per_shard must be a whole number of at least 1; got {per_shard!r}.")
     folder = Path(out).expanduser()
-    with _locked(folder):
+    busy = f"{folder} is being packed by another process; wait for it or choose another."
+    with exclusive(folder / _LOCK, busy):
         packer = _Packer(folder, encoder, settings)
         packer.run(default_workers() if workers is None else workers, progress)
     return packer.report()
@@ -388,31 +390,3 @@ def _shard_name(number: int) -> str:
 
 def _padded(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep a second process from writing to the same folder."""
-    with output_errors(folder / MANIFEST):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / _LOCK
-        file = path.open("w")
-    with file:
-        try:
-            import fcntl
-        except ImportError:  # Windows: an open file cannot be removed, which has to do
-            yield
-            return
-        try:
-            # Not flock: workers that outlive a killed parent for a moment would still hold it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise OutputError(
-                f"{folder} is being packed by another process; wait for it or choose another."
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)

@@ -26,13 +26,6 @@ SIBLINGS = "siblings"
 _BACKBONE, _HEADS = "backbone.", "heads."
 
 
-def public_name(source: str) -> str:
-    """A source as provenance names it: of a path on this machine, only the last part."""
-    path = Path(source).expanduser()
-    local = source and (path.is_absolute() or path.exists())
-    return path.name if local else source
-
-
 def export_sections(
     sections: Mapping[str, Mapping[str, Tensor]],
     about: Mapping[str, Any],

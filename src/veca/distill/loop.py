@@ -24,7 +24,7 @@ from veca.distill.cohort import MAIN, Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.describe import describe
 from veca.distill.errors import DistillError, DivergedError
-from veca.distill.export import FINAL, SIBLINGS, export_sections, public_name
+from veca.distill.export import FINAL, SIBLINGS, export_sections
 from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
 from veca.distill.parallel import World, launch, own_torch_state
 from veca.distill.schedule import Plan
@@ -43,6 +43,7 @@ from veca.distill.trainer import Trainer
 from veca.distill.validate import mean_loss, validate
 from veca.files import atomic_write_text
 from veca.teachers.base import Teacher
+from veca.weights.names import public_name
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 
 from veca import files
 from veca.distill.errors import DistillError
-from veca.distill.export import public_name
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.student import HEADS
 from veca.weights import load, read_provenance, save
 from veca.weights.card import model_card
+from veca.weights.names import public_name
 
 CARD = "README.md"
 

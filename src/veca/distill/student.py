@@ -82,12 +82,9 @@ class Student(nn.Module):
     def forward(self, images: Tensor, cores: int | None = None) -> list[Prediction]:
         """Predictions of every teacher's features for normalised `images` [B, 3, H, W]."""
         backbone = self.backbone
-        if isinstance(backbone, DenseVit):
-            cls, patches, _ = backbone.tokens(images)
-        else:
-            depth = backbone.config.depth
-            (raw,) = backbone.forward_intermediates(images, cores, layers=(depth,), norm=False)
-            cls, patches = backbone.norm(raw.cls), backbone.norm(raw.patches)
+        dense = isinstance(backbone, DenseVit)
+        out = backbone.tokens(images) if dense else backbone.tokens(images, cores)  # type: ignore[call-arg]
+        cls, patches = out.cls, out.patches
         return [
             self.heads[str(i)](cls, patches)
             if str(i) in self.heads

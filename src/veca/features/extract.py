@@ -31,7 +31,7 @@ from veca.features.outputs import Done, Folder, Output, SingleFile, write_failur
 from veca.features.pipeline import Item, Reading, Ready, gather, read_ahead
 from veca.images import FITS, Preprocessed, Size, find_images, preprocess, target_size
 from veca.memory import is_out_of_memory
-from veca.model import Veca, check_budget
+from veca.model import Veca, check_budget, evaluating
 from veca.weights import weights_hash
 
 WHAT = ("cls", "patches")
@@ -124,7 +124,7 @@ def extract(
     tally = _Tally(len(paths), progress)
     read = _reader(model.config, size, fit, output.has)
     reading = read_ahead(output.items, read, workers=workers, ahead=workers + batch_size)
-    with _evaluating(model), contextlib.closing(output), contextlib.closing(reading):
+    with evaluating(model), contextlib.closing(output), contextlib.closing(reading):
         ready = _sift(reading, tally, strict=on_error == "raise")
         for batch in gather(ready, batch_size):
             output.add(_compute(model, batch, settings))
@@ -266,17 +266,6 @@ def _sift(
         else:
             path = str(item.path)
             tally.count(failed=(path, str(reading).removeprefix(f"{path}: ")))
-
-
-@contextlib.contextmanager
-def _evaluating(model: Veca) -> Iterator[None]:
-    """The model in evaluation mode for a while."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _compute(model: Veca, batch: list[Ready], settings: dict[str, Any]) -> list[Done]:

@@ -14,7 +14,6 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,13 +23,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from veca.config import VecaConfig
 from veca.cost import cost
-from veca.dense import EXTRA_TOKENS, DenseVit
+from veca.dense import DenseVit
 from veca.images import normalize
 from veca.memory import is_out_of_memory
 from veca.model import Veca, check_budget
 from veca.probe.errors import ProbeError
 from veca.probe.protocol import Extract
 from veca.weights import weights_hash
+from veca.weights.names import public_name
 from veca.weights.tensors import content_hash
 
 if TYPE_CHECKING:
@@ -154,9 +154,8 @@ class VecaBackbone(Backbone):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         images = _prepare(pixels, grid, self.model.config, self.device)
         with torch.inference_mode():
-            if not self.projection:
-                return _before_projection(self.model, images, self.cores or 0, cores=self.cores)
-            out = self.model(images, cores=self.cores)
+            run = self.model if self.projection else self.model.tokens
+            out = run(images, cores=self.cores)
         return Features(out.cls.float(), out.patches.float(), out.grid)
 
     def refresh(self) -> None:
@@ -217,9 +216,7 @@ class DenseBackbone(Backbone):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         images = _prepare(pixels, grid, self.model.config, self.device)
         with torch.inference_mode():
-            if not self.projection:
-                return _before_projection(self.model, images, EXTRA_TOKENS)
-            out = self.model(images)
+            out = (self.model if self.projection else self.model.tokens)(images)
         return Features(out.cls.float(), out.patches.float(), out.grid)
 
     def refresh(self) -> None:
@@ -394,20 +391,6 @@ def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features
     return out
 
 
-def _before_projection(
-    model: Veca | DenseVit, images: Tensor, first: int, **options: Any
-) -> Features:
-    """What the last norm gives, float32; the patches are the tokens from `first` on."""
-    seen: list[Tensor] = []
-    hook = model.norm.register_forward_hook(lambda _module, _given, out: seen.append(out))
-    try:
-        grid = model(images, **options).grid
-    finally:
-        hook.remove()
-    tokens = seen[-1].float()
-    return Features(tokens[:, 0], tokens[:, first:], grid)
-
-
 def _named_features(projection: bool) -> dict[str, str]:
     """For keys and records; nothing for what a network gives by itself."""
     return {} if projection else {"features": "before the output projection"}
@@ -426,17 +409,6 @@ def _prepare(pixels: Tensor, grid: Grid, config: VecaConfig, device: torch.devic
 def _config_cost(config: VecaConfig, grid: Grid, cores: int | None) -> Any:
     size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
     return cost(config, size, cores)
-
-
-def public_name(text: str) -> str:
-    """A name to publish: of a path on this machine the last part, after a scheme or NAME= too."""
-    given, equals, value = text.partition("=")
-    if equals and "/" not in given:
-        return f"{given}={public_name(value)}"
-    scheme, colon, rest = text.partition(":")
-    path = rest if colon and "/" not in scheme else text
-    prefix = text[: len(text) - len(path)]
-    return prefix + Path(path).name if Path(path).expanduser().is_absolute() else text
 
 
 def jsonable(value: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from veca.errors import InputError
 from veca.images import Size, Source, preprocess, read_image
-from veca.model import Veca, check_budget
+from veca.model import Veca, check_budget, evaluating
 
 _WIDEST = 3.0  # a panel's width over its height, at most; a strip is shown smaller
 
@@ -192,15 +192,8 @@ def file_stem(name: str) -> str:
 @contextlib.contextmanager
 def inference(model: Veca) -> Iterator[None]:
     """No gradients, and the model in evaluation mode for a while."""
-    training = model.training
-    if training:
-        model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        if training:
-            model.train()
+    with evaluating(model), torch.inference_mode():
+        yield
 
 
 def _is_plain(photo: Source) -> TypeGuard[Image.Image]:

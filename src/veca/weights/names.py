@@ -120,3 +120,14 @@ def _folders() -> Iterator[Path]:
     if _PACKAGE.parent.name == "src" and (clone / "pyproject.toml").is_file():
         yield clone / "weights"
     yield cache_folder()
+
+
+def public_name(text: str) -> str:
+    """A name to publish: of a path on this machine the last part, after a scheme or NAME= too."""
+    given, equals, value = text.partition("=")
+    if equals and "/" not in given:
+        return f"{given}={public_name(value)}"
+    scheme, colon, rest = text.partition(":")
+    path = rest if colon and "/" not in scheme else text
+    prefix = text[: len(text) - len(path)]
+    return prefix + Path(path).name if Path(path).expanduser().is_absolute() else text
