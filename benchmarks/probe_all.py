@@ -96,6 +96,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cache", type=Path, help="folder that keeps features")
     parser.add_argument("--no-keep", action="store_true", help="keep no features")
+    parser.add_argument("--no-time", action="store_true", help="measure no milliseconds")
     parser.add_argument("--verify", action="store_true", help="compare with scikit-learn")
     parser.add_argument("--only", nargs="+", choices=[probe.name for probe in PROBES])
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -123,6 +124,7 @@ def command(probe: Probe, options: argparse.Namespace) -> list[str]:
     words += ["--cache", str(options.cache)] if options.cache else []
     words += ["--no-keep"] if options.no_keep else []
     words += ["--verify"] if options.verify else []
+    words += ["--no-time"] if options.no_time else []
     return [*words, "--device", options.device, "--out", str(options.out / probe.name),
             "--overwrite"]  # fmt: skip
 

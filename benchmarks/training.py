@@ -17,8 +17,9 @@ from common import RESULTS, print_table
 
 COLUMNS = (
     *("run", "step", "samples", "student", "size", "cores"),
-    *("cls_cos", "dense_cos", "cls_mse", "dense_mse"),
+    *("cls_cos", "dense_cos", "cls_mse", "dense_mse", "kl", "agree"),
 )
+"""The last two only where the teacher's own classifier judged."""
 
 
 def rows_of(name: str, path: Path) -> list[dict[str, object]]:
@@ -32,7 +33,7 @@ def rows_of(name: str, path: Path) -> list[dict[str, object]]:
             continue
         samples = sum(batch for step, batch in batches.items() if step <= record["step"])
         for cell in record["grid"]:
-            numbers = {key: f"{cell[key]:.4f}" for key in COLUMNS[6:]}
+            numbers = {key: f"{cell[key]:.4f}" if key in cell else "" for key in COLUMNS[6:]}
             rows.append(
                 {
                     "run": name,

@@ -34,7 +34,7 @@ from veca.distill.cohort import Cohort
 from veca.distill.ema import WeightAverage
 from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
-from veca.distill.setup import open_data
+from veca.distill.setup import open_data, open_teachers
 from veca.errors import OutputError, VecaError
 from veca.teachers import CallableTeacher, TeacherError
 from veca.weights import read_provenance
@@ -425,6 +425,65 @@ def test_the_teachers_classifier_judges_both(tmp_path) -> None:
     assert last["kl"] > 0
     parts = last["cls"] + last["dense_cos"] + last["dense_mse"] + 0.3 * last["kl"]
     assert last["loss"] == pytest.approx(parts, abs=1e-5)
+
+
+def test_validation_asks_the_teachers_classifier_too(tmp_path) -> None:
+    """`kl` and `agree`, again by hand from the exported student; without kl neither is there."""
+    teacher = Classifying(Colours(), width=3, stride=16, name="colours")
+    table = {"name": "colours", "standardise": True, "standardise_images": 16, "kl": 0.3}
+    config = settings(teachers=[table], data={"hold_out": 6})
+    result = distill(config, tmp_path, teachers=[teacher])
+    data = open_data(config.data, World())
+    held = data.validation_subset
+    views = Augmentation(AugmentConfig(kind="none"))(
+        data.source.images[held], sample_keys(0, 0, held), 32
+    )
+    theirs = teacher.classify(teacher.features(views.student, (2, 2)).cls).softmax(dim=-1)
+    model = veca.load(result.final)
+    mean, std = (
+        torch.tensor(x).view(3, 1, 1) for x in (model.config.image_mean, model.config.image_std)
+    )
+    scale = load_targets(result.final)["colours"].cls
+    rows = read_metrics(tmp_path, "validation")[-1]["grid"]
+    for row in rows:
+        with torch.no_grad():
+            said = model((views.student - mean) / std, cores=row["cores"]).cls
+        ours = teacher.classify(said * scale.std + scale.mean).softmax(dim=-1)
+        kl = (theirs * (theirs / ours).log()).sum(dim=-1).mean()
+        agree = (theirs.argmax(dim=-1) == ours.argmax(dim=-1)).float().mean()
+        assert row["kl"] == pytest.approx(float(kl), abs=1e-5)
+        assert row["agree"] == pytest.approx(float(agree), abs=1e-6)
+    assert len(rows) > 1
+
+
+def test_the_global_feature_at_a_size_of_its_own() -> None:
+    """The targets are those of two passes of the teacher, one for each feature."""
+    asked = []
+
+    def brightest(images):
+        asked.append(tuple(images.shape[-2:]))
+        return nn.functional.max_pool2d(images, 16)
+
+    teacher = CallableTeacher(brightest, width=3, stride=16, name="colours")
+    table = {"name": "colours", "global_size": 48}
+    config = settings(teachers=[table], data={"hold_out": 6})
+    teaching = open_teachers(config, World(), [teacher])
+    pixels = torch.rand(4, 3, 64, 64)
+    (target,) = teaching.targets(pixels, (2, 2))
+    assert teaching.image_size((2, 2)) == (48, 48)  # the larger of both
+    assert teaching.image_size((4, 4)) == (64, 64)
+    assert torch.equal(target.patches, teacher.features(pixels, (2, 2)).patches)
+    assert torch.equal(target.cls, teacher.features(pixels, (3, 3)).cls)
+    assert not torch.equal(target.cls, teacher.features(pixels, (2, 2)).cls)
+    asked.clear()
+    teaching.targets(pixels, (3, 3))
+    assert asked == [(48, 48)]  # one pass serves both where the sizes agree
+    asked.clear()
+    (parts,) = open_teachers(
+        settings(teachers=[{**table, "micro_batch": 1}], data={"hold_out": 6}), World(), [teacher]
+    ).targets(pixels, (2, 2))
+    assert torch.allclose(parts.cls, target.cls) and torch.allclose(parts.patches, target.patches)
+    assert asked == [(32, 32), (48, 48)] * 4
 
 
 def test_images_of_ones_own(tmp_path) -> None:

@@ -74,6 +74,10 @@ class TeacherConfig:
     """How many training images the means and deviations are estimated on, before training."""
     statistics: str = ""
     """A targets.safetensors, or a folder with one, to take them from instead."""
+    global_size: int = 0
+    """Side in pixels at which its global feature is taken, whatever the student's size; 0 for that
+    of its dense features. Not every network knows an enlarged photo when it sees one: look at how
+    sure its classifier is."""
     kl: float = 0.0
     """Weight of the divergence of its own classifier on both global features, where it has one."""
 
@@ -268,6 +272,7 @@ class DistillConfig:
             *((f"teachers.{i}.micro_batch", t.micro_batch, 0) for i, t in _numbered(self.teachers)),
             *((f"teachers.{i}.weight", t.weight, 0) for i, t in _numbered(self.teachers)),
             *((f"teachers.{i}.kl", t.kl, 0) for i, t in _numbered(self.teachers)),
+            *((f"teachers.{i}.global_size", t.global_size, 0) for i, t in _numbered(self.teachers)),
             *((f"teachers.{i}.cores", t.cores, 0) for i, t in _numbered(self.teachers)),
             *(
                 (f"teachers.{i}.standardise_images", t.standardise_images, 2)

@@ -77,6 +77,9 @@ def _teacher_line(teaching: Teaching, place: int) -> str:
     t = lesson.teacher
     parts = [f"width {t.width}", f"stride {t.stride}", f"licence {t.licence}"]
     parts += ["standardised"] if lesson.settings.standardise else []
+    if lesson.settings.global_size:
+        height, width = t.input_size(lesson.global_grid((1, 1)))
+        parts.append(f"global feature at {height} x {width} px")
     parts += [f"KL x {lesson.settings.kl:g}"] if lesson.settings.kl else []
     parts += [f"weight {lesson.settings.weight:g}"] if len(teaching.lessons) > 1 else []
     return f"teacher: {lesson.name}, {', '.join(parts)}"

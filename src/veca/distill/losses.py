@@ -57,7 +57,9 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
     return 1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1, eps=EPS)
 
 
-def classifier_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+def classifier_kl(
+    student_logits: Tensor, teacher_logits: Tensor, reduction: str = "batchmean"
+) -> Tensor:
     """KL(teacher || student) of class probabilities, [B, K] logits each, mean over the batch.
 
     Both logits come from the teacher's own classifier, so it asks whether the student's global
@@ -66,6 +68,6 @@ def classifier_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return F.kl_div(
         student_logits.float().log_softmax(dim=-1),
         teacher_logits.float().log_softmax(dim=-1),
-        reduction="batchmean",
+        reduction=reduction,
         log_target=True,
     )

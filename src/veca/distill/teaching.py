@@ -45,6 +45,20 @@ class Lesson:
         """Of its global and its dense features."""
         return self.teacher.width, self.teacher.dense_width
 
+    def classify(self, said: Tensor) -> Tensor:
+        """What the teacher's classifier makes of a student's global feature [B, D]: logits."""
+        cls = said.float()
+        if self.statistics is not None:
+            cls = self.statistics.cls.unstandardise(cls)
+        logits = self.teacher.classify(cls)
+        assert logits is not None  # asked for only where `Teaching` found a classifier
+        return logits
+
+    def global_grid(self, grid: tuple[int, int]) -> tuple[int, int]:
+        """The grid of the pass that gives the global feature, for a student's `grid`."""
+        size = self.settings.global_size
+        return self.teacher.grid_for(size) if size else grid
+
 
 class Teaching:
     """All teachers of a run and the loss."""
@@ -75,7 +89,11 @@ class Teaching:
 
         The others resize it down themselves.
         """
-        sizes = [lesson.teacher.input_size(grid) for lesson in self.lessons]
+        sizes = [
+            lesson.teacher.input_size(wanted)
+            for lesson in self.lessons
+            for wanted in (grid, lesson.global_grid(grid))
+        ]
         return max(size[0] for size in sizes), max(size[1] for size in sizes)
 
     @torch.no_grad()
@@ -85,11 +103,15 @@ class Teaching:
         if lesson.settings.micro_batch:
             cells = grid[0] * grid[1]
             step = lesson.settings.micro_batch * (self.smallest_cells or cells) // cells or 1
-        parts = [lesson.teacher.features(part, grid) for part in pixels.split(step)]
-        if len(parts) == 1:
-            return parts[0].cls.float(), parts[0].patches.float()
-        cls = torch.cat([part.cls for part in parts]).float()
-        return cls, torch.cat([part.patches for part in parts]).float()
+        global_grid = lesson.global_grid(grid)
+        cls, patches = [], []
+        for part in pixels.split(step):
+            found = lesson.teacher.features(part, grid)
+            patches.append(found.patches)
+            if global_grid != grid:
+                found = lesson.teacher.features(part, global_grid)
+            cls.append(found.cls)
+        return _joined(cls).float(), _joined(patches).float()
 
     @torch.no_grad()
     def targets(self, pixels: Tensor, grid: tuple[int, int]) -> list[Target]:
@@ -112,11 +134,7 @@ class Teaching:
                 *said, target.cls, target.patches, dense=self.loss.dense, mse=self.loss.mse
             )
             if target.logits is not None:
-                cls = said.cls.float()
-                if lesson.statistics is not None:
-                    cls = lesson.statistics.cls.unstandardise(cls)
-                logits = lesson.teacher.classify(cls)
-                kl = classifier_kl(logits, target.logits)  # type: ignore[arg-type]
+                kl = classifier_kl(lesson.classify(said.cls), target.logits)
                 one = one._replace(kl=kl, total=one.total + lesson.settings.kl * kl)
             losses.append(one)
         return losses
@@ -151,3 +169,7 @@ class Teaching:
         for lesson in self.lessons:
             if lesson.name in known:
                 lesson.statistics = known[lesson.name].to(device)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from veca.data import Batch, Loader
-from veca.distill.losses import cosine_distance
+from veca.distill.losses import classifier_kl, cosine_distance
 from veca.distill.parallel import World
 from veca.distill.student import Prediction, Student
-from veca.distill.teaching import Target, Teaching
+from veca.distill.teaching import Lesson, Target, Teaching
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
-_NAMES = ("cls_cos", "cls_mse", "dense_cos", "dense_mse", "loss")
+_NAMES = ("cls_cos", "cls_mse", "dense_cos", "dense_mse", "loss", "kl", "agree")
+_OF_CLASSIFIER = ("kl", "agree")
 
 
 @torch.no_grad()
@@ -37,8 +38,10 @@ def validate(
 
     `cls_cos` and `dense_cos` are mean cosines (1 is best), `cls_mse` and `dense_mse` mean squared
     errors, all between what the student gives and what it learns (standardised targets, if so
-    trained); `loss` is the training loss without the classifier's term. The mean over images is
-    exact, whatever the batch and the number of ranks.
+    trained); `loss` is the training loss without the classifier's term. Where the teacher's own
+    classifier judges, `kl` is its divergence and `agree` the share of images to which it gives
+    the same class from the student's global feature. The mean over images is exact, whatever the
+    batch and the number of ranks.
 
     Args:
         batches: images at once at each size, over all ranks.
@@ -71,7 +74,7 @@ def validate(
                         predictions = student(images, cores=budget)
                     if real:
                         for j, (said, target) in enumerate(zip(predictions, targets, strict=True)):
-                            sums[i, j] += _measure(said, target, teaching)
+                            sums[i, j] += _measure(said, target, teaching, teaching.lessons[j])
             means = (world.sum(sums) / loader.samples).tolist()
             rows += [
                 _row(size, budget, teaching, j, values)
@@ -111,18 +114,27 @@ def _every(
             yield Batch(blank, big, torch.empty(0, dtype=torch.long), 0, number)
 
 
-def _measure(said: Prediction, target: Target, teaching: Teaching) -> Tensor:
+def _measure(said: Prediction, target: Target, teaching: Teaching, lesson: Lesson) -> Tensor:
     """Sums over the images of the batch of what `_NAMES` names."""
     cls = cosine_distance(said.cls, target.cls)
     cls_mse = (said.cls.float() - target.cls).square().mean(dim=-1)
     dense = cosine_distance(said.patches, target.patches).mean(dim=1)
     dense_mse = (said.patches.float() - target.patches).square().mean(dim=(1, 2))
     loss = cls + teaching.loss.dense * (dense + teaching.loss.mse * dense_mse)
-    return torch.stack([1 - cls, cls_mse, 1 - dense, dense_mse, loss]).sum(dim=1)
+    kl = agree = torch.zeros_like(cls)
+    if target.logits is not None:
+        logits = lesson.classify(said.cls)
+        kl = classifier_kl(logits, target.logits, reduction="none").sum(dim=-1)
+        agree = (logits.argmax(dim=-1) == target.logits.argmax(dim=-1)).float()
+    return torch.stack([1 - cls, cls_mse, 1 - dense, dense_mse, loss, kl, agree]).sum(dim=1)
 
 
 def _row(
     size: int, budget: int, teaching: Teaching, place: int, values: Sequence[float]
 ) -> dict[str, Any]:
-    named = {"teacher": teaching.lessons[place].name} if len(teaching.lessons) > 1 else {}
-    return {"size": size, "cores": budget, **named, **dict(zip(_NAMES, values, strict=True))}
+    lesson = teaching.lessons[place]
+    named = {"teacher": lesson.name} if len(teaching.lessons) > 1 else {}
+    numbers = dict(zip(_NAMES, values, strict=True))
+    if not lesson.settings.kl:
+        numbers = {name: v for name, v in numbers.items() if name not in _OF_CLASSIFIER}
+    return {"size": size, "cores": budget, **named, **numbers}

@@ -1,0 +1,121 @@
+"""How well students agree with their teacher as images grow, on photos no run trained on.
+
+    PYTHONPATH=src python benchmarks/agreement.py --config configs/coco-stage2.toml \
+        --data COCO/train2017 --weights small=runs/coco-2/final
+
+Teacher, data and split are the settings' of a run of `veca distill`; the photos are the first
+`--images` of those it holds out. Scales of the targets come from `targets.safetensors` beside the
+first weights. Writes results/agreement.csv: a row for each network, size and budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import RESULTS, print_table, write_csv
+
+from veca.data import AugmentConfig, InMemoryImages, Loader
+from veca.distill import load_config
+from veca.distill.parallel import World
+from veca.distill.setup import open_data, open_teachers
+from veca.distill.standardise import find_targets
+from veca.distill.student import Student, load_backbone
+from veca.distill.validate import validate
+from veca.images import normalize
+from veca.teachers import read_dense_vit
+from veca.teachers.ours import is_dense_vit
+
+PIXELS = 96 * 512 * 512
+"""Pixels of a batch; fewer images of larger sizes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--weights", action="append", required=True, metavar="NAME=FOLDER")
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[192, 256, 384, 512, 768, 1024])
+    parser.add_argument("--cores", type=int, nargs="+", default=[8, 16, 32, 64])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+
+    named = dict(item.split("=", 1) for item in options.weights)
+    config = load_config(options.config, overrides=options.set, data=options.data)
+    world = World(device=torch.device(options.device))
+    teaching = open_teachers(config, world)
+    beside = next(iter(named.values()))
+    for lesson in teaching.lessons:
+        if lesson.settings.standardise:
+            teaching.set_statistics(
+                find_targets([lesson.name], [lesson.widths], beside), world.device
+            )
+    loader = _held_out(config, options.images, world)
+    rows: list[dict[str, object]] = []
+    for name, folder in named.items():
+        dense = is_dense_vit(Path(folder))
+        backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
+        student = Student(backbone.float(), [x.widths for x in teaching.lessons]).to(world.device)
+        architecture = backbone.config
+        found = validate(
+            student,
+            teaching,
+            loader,
+            sizes=options.sizes,
+            budgets=options.cores[-1:] if dense else options.cores,
+            batches={size: max(1, PIXELS // size**2) for size in options.sizes},
+            normalise=lambda pixels, a=architecture: normalize(  # type: ignore[misc]
+                pixels, a.image_mean, a.image_std
+            ),
+            world=world,
+            autocast=lambda: _precision(world.device),
+        )
+        rows += [
+            {"weights": name, "images": loader.samples, **row, **({"cores": ""} if dense else {})}
+            for row in found
+        ]
+    write_csv("agreement", rows, options.out, device=options.device)
+    print_table(rows)
+
+
+def _held_out(config, count: int, world: World) -> Loader:  # type: ignore[no-untyped-def]
+    """The first of the photos that runs with these settings hold out, and no others."""
+    data = open_data(config.data, World())
+    if data.validation is None:
+        raise SystemExit("these settings hold no images out; set data.hold_out.")
+    places = data.validation_subset
+    places = np.arange(len(data.validation)) if places is None else np.asarray(places)
+    places = places[:count]
+    kept: InMemoryImages = data.validation
+    images = InMemoryImages(
+        kept.images[torch.from_numpy(places)].to(world.device),
+        kept.ids[places],
+        [kept.name(int(place)) for place in places],
+        mode=kept.mode,
+        source_fingerprint=kept.source_fingerprint,
+    )
+    return Loader(
+        images,
+        batch_size=1,
+        size=config.data.memory_size,
+        augment=AugmentConfig(kind="none"),
+        device=world.device,
+        shuffle=False,
+    )
+
+
+def _precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """As in training: bfloat16 on a GPU."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", dtype=torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
