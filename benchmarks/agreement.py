@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import RESULTS, print_table, write_csv
 
+from common import RESULTS, print_table, write_csv
 from veca.data import AugmentConfig, InMemoryImages, Loader
 from veca.distill import load_config
 from veca.distill.parallel import World
