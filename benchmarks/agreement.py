@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ import torch
 
 from common import RESULTS, print_table, write_csv
 from veca.data import AugmentConfig, InMemoryImages, Loader
-from veca.distill import load_config
+from veca.data.decode import EncodedImage, shaped
+from veca.distill import DistillConfig, load_config
 from veca.distill.parallel import World
 from veca.distill.setup import open_data, open_teachers
 from veca.distill.standardise import find_targets
@@ -56,7 +58,7 @@ def main() -> None:
             teaching.set_statistics(
                 find_targets([lesson.name], [lesson.widths], beside), world.device
             )
-    loader = _held_out(config, options.images, world)
+    loader = held_out(config, options.images, world)
     rows: list[dict[str, object]] = []
     for name, folder in named.items():
         dense = is_dense_vit(Path(folder))
@@ -84,26 +86,32 @@ def main() -> None:
     print_table(rows)
 
 
-def _held_out(config, count: int, world: World) -> Loader:  # type: ignore[no-untyped-def]
-    """The first of the photos that runs with these settings hold out, and no others."""
-    data = open_data(config.data, World())
+def held_out(config: DistillConfig, count: int, world: World) -> Loader:
+    """The first of the photos that runs with these settings hold out; only those are decoded."""
+    about = dataclasses.replace(config.data, in_memory=False)
+    data = open_data(about, World())
     if data.validation is None:
         raise SystemExit("these settings hold no images out; set data.hold_out.")
-    places = data.validation_subset
-    places = np.arange(len(data.validation)) if places is None else np.asarray(places)
-    places = places[:count]
-    kept: InMemoryImages = data.validation
+    source = data.validation
+    held = data.validation_subset if data.validation_subset is not None else range(len(source))
+    places = np.asarray(held[:count])
+    if isinstance(source, InMemoryImages):
+        pixels = source.images[torch.from_numpy(places)].numpy()
+    else:
+        size, mode = about.memory_size, about.memory_mode
+        views = (shaped(EncodedImage.of(source, int(i)), size, mode) for i in places)
+        pixels = np.stack([np.asarray(view).transpose(2, 0, 1) for view in views])
     images = InMemoryImages(
-        kept.images[torch.from_numpy(places)].to(world.device),
-        kept.ids[places],
-        [kept.name(int(place)) for place in places],
-        mode=kept.mode,
-        source_fingerprint=kept.source_fingerprint,
+        torch.from_numpy(pixels).to(world.device),
+        places.astype(np.int64),
+        [source.name(int(place)) for place in places],
+        mode=about.memory_mode,
+        source_fingerprint=source.fingerprint(),
     )
     return Loader(
         images,
         batch_size=1,
-        size=config.data.memory_size,
+        size=about.memory_size,
         augment=AugmentConfig(kind="none"),
         device=world.device,
         shuffle=False,

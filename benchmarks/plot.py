@@ -1,26 +1,22 @@
-"""The README's plots, from the results files: time against resolution and budget, memory.
+"""The plots of README and docs, from the results files: speed, memory, scores, agreement.
 
 PYTHONPATH=src python benchmarks/plot.py
 """
 
 from __future__ import annotations
 
-import csv
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common import RESULTS
+from rows import read
+from scores import CONTROL, NAMES, PROBES, SMALL, TEACHER, TINY
 from veca.files import atomic_write
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 COLOURS = {"dense": "black", "64": "#0072B2", "8": "#E69F00"}
-
-
-def read(name: str) -> list[dict[str, str]]:
-    with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def dense_ms(row: dict[str, str]) -> float:
@@ -91,12 +87,72 @@ def attention_plot() -> None:
     save(figure, "gpu-attention.png")
 
 
-def _log(axis: Axes, pixels: list[int], label: str) -> None:
+STUDENTS = {SMALL: "#0072B2", TINY: "#E69F00"}
+LINES = {TEACHER: ("#009E73", ":"), CONTROL: ("black", "--")}
+
+
+def budget_plot() -> None:
+    """Every probe against the budget: the students' curves, the others' levels."""
+    rows = read("probes")
+    figure = Figure(figsize=(14, 3.3), layout="constrained")
+    for axis, (probe, (title, metric)) in zip(
+        figure.subplots(1, len(PROBES)), PROBES.items(), strict=True
+    ):
+        scale = 1.0 if metric == "rmse" else 100.0
+        mine = [r for r in rows if r["probe"] == probe]
+        for name, colour in STUDENTS.items():
+            points = [(int(r["cores"]), scale * float(r[metric])) for r in mine
+                      if r["backbone"] == name]  # fmt: skip
+            axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=NAMES[name])
+        for name, (colour, style) in LINES.items():
+            for r in mine:
+                if r["backbone"] == name:
+                    level = scale * float(r[metric])
+                    axis.axhline(level, color=colour, linestyle=style, label=NAMES[name])
+        axis.set_title(title + (", less is better" if metric == "rmse" else ""), fontsize=10)
+        axis.set_xticks([8, 16, 32, 48, 64])
+        axis.set_xlabel("cores")
+        axis.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    save(figure, "results-budget.png")
+
+
+def size_plot() -> None:
+    """Agreement with the teacher against the size of the image."""
+    rows = read("agreement")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    measures = (("cls_cos", "global feature"), ("dense_cos", "dense features"))
+    for axis, (key, title) in zip(figure.subplots(1, 2), measures, strict=True):
+        for name, colour in {**STUDENTS, CONTROL: "black"}.items():
+            for cores in ("8", "64") if name in STUDENTS else ("",):
+                style = "--" if cores == "8" else "-"
+                mine = [r for r in rows if (r["weights"], r["cores"]) == (name, cores)]
+                axis.plot(
+                    [int(r["size"]) for r in mine],
+                    [float(r[key]) for r in mine],
+                    marker="o",
+                    color=colour,
+                    linestyle=style,
+                    label=f"{NAMES[name]}{f', C = {cores}' if cores else ''}",
+                )
+        _pixels(axis, [int(s) for s in dict.fromkeys(r["size"] for r in rows)])
+        axis.set_title(f"cosine to the teacher, {title}", fontsize=10)
+        axis.set_ylim(0.4, 0.75)
+        axis.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=8)
+    save(figure, "results-sizes.png")
+
+
+def _pixels(axis: Axes, pixels: Sequence[int]) -> None:
     axis.set_xscale("log")
-    axis.set_yscale("log")
     axis.set_xticks(pixels, labels=[str(p) for p in pixels])
     axis.minorticks_off()
     axis.set_xlabel("image side (pixels)")
+
+
+def _log(axis: Axes, pixels: list[int], label: str) -> None:
+    axis.set_yscale("log")
+    _pixels(axis, pixels)
     axis.set_ylabel(label)
     axis.grid(alpha=0.3)
 
@@ -109,3 +165,5 @@ def save(figure: Figure, name: str) -> None:
 if __name__ == "__main__":
     model_plot()
     attention_plot()
+    budget_plot()
+    size_plot()

@@ -8,19 +8,15 @@ stands between them is written here and nowhere else. The tests check that nothi
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
+import scores
+from rows import ROOT, Rows, number, read, table
 from veca.files import atomic_write_text
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/results.md", "docs/training-log.md")
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
-
-Rows = list[dict[str, str]]
 
 
 def model(rows: Rows) -> str:
@@ -149,19 +145,18 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "train": ("train", train),
     "distill": ("distill", distillation),
     "cpu": ("cpu", cpu),
+    "probes": ("probes", scores.probes),
+    "probes-short": ("probes", scores.probes_short),
+    "control": ("probes", scores.control),
+    "budgets": ("probes", scores.budgets),
+    "every-budget": ("probes", scores.every_budget),
+    "agreement": ("agreement", scores.agreement),
+    "goals": ("probes", scores.goals),
+    "teacher-sizes": ("teacher_sizes", scores.teacher_sizes),
+    "stage-1": ("training", scores.stage_1),
+    "stage-2": ("training", scores.stage_2),
 }
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def number(value: str | float) -> str:
-    """Three digits that count."""
-    value = float(value)
-    digits = max(0, 3 - len(str(int(abs(value)))) if abs(value) >= 1 else 3)
-    return f"{value:.{digits}f}"
+"""Name -> the results file, or the folder of them, and what makes the table."""
 
 
 def filled(text: str) -> str:
@@ -169,8 +164,7 @@ def filled(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         source, build = TABLES[match[2]]
-        with (RESULTS / f"{source}.csv").open(encoding="utf-8") as file:
-            return match[1] + build(list(csv.DictReader(file))) + match[3]
+        return match[1] + build(read(source)) + match[3]
 
     return _BLOCK.sub(fill, text)
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def tables():
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,8 +1,9 @@
-"""The views a student and its teacher see of an image: cut, mirrored, recoloured.
+"""The views a student and its teacher see of an image: cut, mirrored, recoloured, mixed.
 
 Everything random about a view comes from its sample's key (`veca.data.draws`), so it is the same
 whatever the batch, the rank and the device. Views are cut from the source in one step of
-resampling (`veca.data.resample`), the teacher's from the very same box at its own size.
+resampling (`veca.data.resample`), the teacher's from the very same box at its own size. Mixing
+(`veca.data.mixing`) comes last, and is the only step in which an image meets another.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from veca.data import trivial
+from veca.data import mixing, trivial
 from veca.data.draws import Keys, uniform
 from veca.data.errors import DataError
 from veca.data.resample import Size, crop_resize_batch, upload
@@ -30,6 +31,7 @@ _OP, _BIN, _SIGN = 3, 4, 5
 _BRIGHTNESS, _CONTRAST, _SATURATION = 6, 7, 8
 _TRIES = 16  # streams from here on: four for each try at a box
 _MAX_TRIES = 10
+_MIX = 100  # streams from here on: `mixing.STREAMS`
 
 _LUMA = (0.299, 0.587, 0.114)
 
@@ -44,6 +46,9 @@ class AugmentConfig:
     aspect) is resized to the view, mirrored, and its brightness, contrast and saturation are
     multiplied by factors in 1 - strength .. 1 + strength.
     "none": the same resize as "paper" and the central crop; for validation.
+
+    With any of them, finished views can be mixed in pairs, each in one way at most; the teacher's
+    are mixed like the student's.
     """
 
     kind: str = "paper"
@@ -56,6 +61,10 @@ class AugmentConfig:
     brightness: float = 0.4
     contrast: float = 0.4
     saturation: float = 0.4
+    mixup: float = 0.0
+    """Probability that a view is blended with its partner's; its own weight is then 0.5 to 1."""
+    cutmix: float = 0.0
+    """Probability that a rectangle of a view, up to half of it, is its partner's."""
 
     def __post_init__(self) -> None:
         for name in ("area", "aspect"):
@@ -73,9 +82,19 @@ class AugmentConfig:
             raise DataError(f"augment.area must rise within 0..1; got {self.area!r}.")
         if not 0 < self.aspect[0] <= self.aspect[1]:
             raise DataError(f"augment.aspect must rise above 0; got {self.aspect!r}.")
-        for name in ("flip", "brightness", "contrast", "saturation"):
+        for name in ("flip", "brightness", "contrast", "saturation", "mixup", "cutmix"):
             if not 0 <= _number(name, getattr(self, name)) <= 1:
                 raise DataError(f"augment.{name} must lie in 0..1; got {getattr(self, name)!r}.")
+        if self.mixup + self.cutmix > 1 + 1e-9:  # 1, but for rounding
+            raise DataError(
+                f"augment.mixup and augment.cutmix must add up to at most 1, since a view is mixed "
+                f"in one way only; got {self.mixup!r} and {self.cutmix!r}."
+            )
+
+    @property
+    def mixing(self) -> bool:
+        """Whether images are mixed at all; batches then need pairs."""
+        return self.mixup > 0 or self.cutmix > 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> AugmentConfig:
@@ -121,6 +140,9 @@ class Augmentation:
 
     `__call__` does everything for a batch that is already decoded. A loader that decodes on the
     CPU uses the two halves: `crops` (where to cut) and `colour` (on the device).
+
+    Where the settings ask for mixing, images 2k and 2k + 1 of a batch are partners, and it must
+    have an even number of them.
     """
 
     def __init__(self, config: AugmentConfig | None = None) -> None:
@@ -133,7 +155,7 @@ class Augmentation:
         size: int | Size,
         teacher_size: int | Size | None = None,
     ) -> Views:
-        """Cut and recolour a batch.
+        """Cut, recolour and mix a batch.
 
         Args:
             images: [B, 3, H, W], uint8 or float in 0..1 (rounded to 8 bits), on any device.
@@ -169,12 +191,23 @@ class Augmentation:
     def colour(
         self, student: Tensor, keys: ArrayLike | Tensor, teacher: Tensor | None = None
     ) -> Views:
-        """Recolour views that are cut already, uint8 [B, 3, h, w] (and [B, 3, H, W])."""
-        words = _check_keys(keys, len(student))
+        """Recolour and mix views that are cut already, uint8 [B, 3, h, w] (and [B, 3, H, W])."""
+        config, words = self.config, _check_keys(keys, len(student))
+        if config.mixing:
+            mixing.check_pairs(len(student))
+        views = self._recolour(student, words, teacher)
+        if not config.mixing:
+            return views
+        drawn = mixing.draw(words, _MIX, config.mixup, config.cutmix)
+        seen = mixing.apply(views.student, drawn)
+        shown = None if views.teacher is None else mixing.apply(views.teacher, drawn)
+        return Views(seen, shown)
+
+    def _recolour(self, student: Tensor, keys: Keys, teacher: Tensor | None) -> Views:
         if self.config.kind == "rrc":
-            return self._jitter(student, words, teacher)
+            return self._jitter(student, keys, teacher)
         if self.config.kind == "paper" and self.config.trivial:
-            drawn = trivial.draw(words, (_OP, _BIN, _SIGN))
+            drawn = trivial.draw(keys, (_OP, _BIN, _SIGN))
             student, *rest = trivial.apply(student, drawn, teacher)
             teacher = rest[0] if rest else None
         return Views(_to_unit(student), None if teacher is None else _to_unit(teacher))

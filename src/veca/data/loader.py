@@ -18,6 +18,7 @@ from veca.data.errors import DataError
 from veca.data.faults import LIMIT, Faults, OnBad
 from veca.data.in_memory import InMemoryImages
 from veca.data.index import digest
+from veca.data.mixing import check_pairs
 from veca.data.order import SampleOrder, Stretch
 from veca.data.pool import default_workers
 from veca.data.reader import Job, Piece, Reader, Stream
@@ -73,7 +74,8 @@ class Loader:
     The samples form one endless sequence, epoch after epoch, each in its own shuffled order
     (`batch_indices`); a step takes the next `batch_size` of it, and rank r of n its r-th n-th. A
     batch at the end of an epoch continues in the next, so every sample comes exactly once per
-    epoch. Views depend on the seed, the epoch and the image alone.
+    epoch. Views depend on the seed, the epoch and the image alone, and where images are mixed on
+    the partner's too: samples 2k and 2k + 1 of a step's batch. Each rank's part must then be even.
 
     Images on disk are read, decoded and cut by worker processes ahead of time, and recoloured on
     `device`. Images in memory are cut there too.
@@ -206,6 +208,8 @@ class Loader:
                 f"a batch of {batch_size!r} does not split evenly among {self.world_size} ranks; "
                 f"expected a multiple of {self.world_size}."
             )
+        if self.augmentation.config.mixing:
+            check_pairs(batch_size, self.world_size)
         return batch_size
 
     def _ids(self, stretch: Stretch) -> Stretch:
@@ -266,6 +270,8 @@ class Loader:
             _Request(i, start, min(count, self.samples - start), size, teacher_size)
             for i, start in enumerate(range(0, self.samples, count))
         ]
+        if self.augmentation.config.mixing and requests:
+            check_pairs(requests[-1].count, self.world_size)
         if self._stream is not None or (self._reader is not None and self.workers):
             self._restart(job for request in requests for job in self._jobs(request))
         for request in requests:

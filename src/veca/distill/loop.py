@@ -370,6 +370,8 @@ class Run:
     def _say_changes(self, before: dict[str, Any]) -> None:
         """Name the settings that differ from those of the checkpoint: the curve will too."""
         free = ("follow", "max_minutes", "device", "parallel", "checkpoint", "validation")
+        with contextlib.suppress(DistillError):  # settings added since had their defaults then
+            before = DistillConfig.from_dict(before).to_dict()
         old, new = (_flat(table) for table in (before, self.config.to_dict()))
         changed = [
             f"{name} {old.get(name)} -> {new.get(name)}"

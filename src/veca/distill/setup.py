@@ -20,6 +20,7 @@ from veca.data import (
     open_source,
 )
 from veca.data.faults import OnBad
+from veca.data.mixing import check_pairs
 from veca.dense import DenseVit
 from veca.distill import samples
 from veca.distill.config import DataConfig, DistillConfig, StudentConfig, TeacherConfig
@@ -370,6 +371,8 @@ def build_plan(config: DistillConfig, architecture: VecaConfig, images: int, wor
                 f"a batch of {sizes.batches[size]} images ({size} px) does not split evenly among "
                 f"{world.size} processes; use a multiple of {world.size}."
             )
+        if config.data.augment.mixing:
+            check_pairs(sizes.batches[size], world.size)
     one = set(sizes.batches.values())
     if (s.epochs or s.warmup_epochs) and len(one) > 1:
         raise DistillError("epochs need one batch for all sizes; give steps instead.")
