@@ -15,7 +15,15 @@ import scores
 from rows import ROOT, Rows, number, read, table
 from veca.files import atomic_write_text
 
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/results.md", "docs/training-log.md")
+DOCUMENTS = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("choosing-a-budget", "performance", "results", "training-log")
+    ),
+    "weights/veca_small_patch16/README.md",
+    "src/veca/assets/weights/veca_tiny_patch16/README.md",
+)
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 

@@ -21,6 +21,12 @@ def test_given_weights_come_first_and_fresh_ones_last(weights, monkeypatch):
     assert Shelf().names == [FRESH_NAME]
 
 
+def test_the_bundled_weights_come_first(monkeypatch):
+    names = ["veca_small_patch16", "veca_tiny_patch16", "veca_unknown"]
+    monkeypatch.setattr("veca.app.shelf.available", lambda: names)
+    assert Shelf().names[:3] == ["veca_tiny_patch16", "veca_small_patch16", "veca_unknown"]
+
+
 def test_weights_are_loaded_once_and_say_whether_they_are_fresh(shelf):
     with shelf.use(shelf.default) as entry:
         assert not entry.fresh and entry.model.config == SMALLEST and not entry.model.training

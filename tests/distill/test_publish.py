@@ -39,6 +39,20 @@ def test_what_is_written(stages, tmp_path) -> None:
     assert card.startswith("---\n") and "# first" in card and "five photos" in card
 
 
+def test_results_go_into_the_card(stages, tmp_path, capsys) -> None:
+    (tmp_path / "reached.md").write_text("10-NN **50 %**\n")
+    words = ["publish", str(stages / "one" / "final"), "--out", str(tmp_path / "ready")]
+    assert main([*words, "--results", str(tmp_path / "reached.md")]) == 0
+    assert (
+        "## Results\n\n10-NN **50 %**\n\n## Architecture"
+        in (tmp_path / "ready" / "README.md").read_text()
+    )
+    assert main([*words, "--results", str(tmp_path / "none.md")]) != 0
+    assert "cannot read" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "## Results" not in (tmp_path / "ready" / "README.md").read_text()
+
+
 def test_provenance_of_every_stage_without_paths(stages, tmp_path) -> None:
     publish(stages / "two" / "final", tmp_path / "ready", data_licence="CC0")
     about = read_provenance(tmp_path / "ready")

@@ -42,7 +42,9 @@ class Shelf:
 
     def __init__(self, given: Sequence[str] = (), device: torch.device | str = "cpu") -> None:
         self.device = device
-        self._sources = _named([*given, *available()])
+        # The bundled ones first: they are what a slow machine can follow a slider with.
+        here = sorted(available(), key=lambda name: name != DEFAULT_WEIGHTS)
+        self._sources = _named([*given, *here])
         self._loaded: OrderedDict[str, Entry] = OrderedDict()
         self._lock = threading.RLock()
 

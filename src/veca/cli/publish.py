@@ -19,6 +19,9 @@ def publish(
     licence: Annotated[str, typer.Option(help="Of the weights, such as Apache-2.0.")] = "",
     data: Annotated[str, typer.Option(help="What they were trained on, in words.")] = "",
     data_licence: Annotated[str, typer.Option(help="Its licence or terms.")] = "",
+    results: Annotated[
+        Path | None, typer.Option(help="A Markdown file with what they reach, for the card.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
 ) -> None:
     """Write weights to ship: half precision, provenance without local paths, a model card."""
@@ -30,6 +33,10 @@ def publish(
     dtypes = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32")}
     if dtype not in dtypes:
         raise InputError(f"unknown --dtype {suggest(dtype, dtypes)}")
+    try:
+        measured = "" if results is None else results.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {results} ({error}); --results takes Markdown.") from error
     folder = write(
         weights,
         out,
@@ -37,6 +44,7 @@ def publish(
         licence=licence,
         data=data,
         data_licence=data_licence,
+        results=measured,
         dtype=dtypes[dtype],
     )
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6

@@ -29,6 +29,7 @@ def publish(
     licence: str = "",
     data: str = "",
     data_licence: str = "",
+    results: str = "",
     dtype: torch.dtype = torch.float16,
 ) -> Path:
     """Write weights as a folder to ship: float16, with provenance, a model card and target scales.
@@ -39,6 +40,7 @@ def publish(
         name: what readers of the card will call them; by default the folder's name.
         licence: of the weights.
         data, data_licence: what they were trained on, where the provenance does not say it well.
+        results: what they were measured to reach, as Markdown, for the card.
     """
     folder = Path(to).expanduser()
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
@@ -62,9 +64,10 @@ def publish(
             with files.temporary_beside(folder / extra) as temporary:
                 shutil.copyfile(source / extra, temporary)
                 files.commit(temporary, folder / extra)
-    files.atomic_write_text(
-        folder / CARD, model_card(model.config, read_provenance(folder), name=name or folder.name)
+    card = model_card(
+        model.config, read_provenance(folder), name=name or folder.name, results=results
     )
+    files.atomic_write_text(folder / CARD, card)
     return folder
 
 

@@ -21,6 +21,7 @@ def model_card(
     *,
     name: str = "path/to/weights",
     tags: Sequence[str] = (),
+    results: str = "",
 ) -> str:
     """A README.md with the hub's header, written from the configuration and the provenance.
 
@@ -30,12 +31,14 @@ def model_card(
     Args:
         name: what a reader passes to `from_pretrained` and `veca.load`.
         tags: for the header, besides the usual ones.
+        results: Markdown for a section of that name.
     """
     provenance = dict(provenance or {})
     parts = [
         _header(provenance, tags),
         _title(config, name),
         _use(config, name),
+        *([f"## Results\n\n{results.strip()}\n"] if results.strip() else []),
         _architecture(config),
         _origin(provenance),
         f"## Method\n\n[Elastic Attention Cores for Scalable Vision Transformers]({_PAPER}): "

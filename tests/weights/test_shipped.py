@@ -1,0 +1,75 @@
+"""The weights that come with a clone: found by name, whole, small enough, with their origin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import veca
+from veca.distill import load_targets
+from veca.quickstart import bundled_photos
+from veca.weights import read_provenance
+from veca.weights.names import find
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("veca_tiny_patch16", "veca_small_patch16")
+
+
+@pytest.fixture(params=NAMES)
+def name(request, monkeypatch, tmp_path):
+    """A name of shipped weights, where no other weights can be found."""
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path))
+    return request.param
+
+
+def test_found_by_both_names_and_whole(name):
+    model = veca.load(name)
+    short = veca.load(name.removeprefix("veca_").removesuffix("_patch16"))
+    assert all(map(torch.equal, model.parameters(), short.parameters()))
+    assert model.config.feature_width == 1280
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert load_targets(find(name)).keys() == {"efficientnet-lite2"}
+
+
+def test_where_they_come_from(name):
+    about = read_provenance(name)
+    for stage in (about, about["init"]["provenance"]):
+        assert stage["teacher"]["name"] == "efficientnet-lite2"
+        assert stage["teacher"]["licence"] == "Apache-2.0"
+        assert "COCO" in stage["data"]["source"] and stage["data"]["licence"]
+        assert stage["complete"] is True and stage["seed"] >= 0
+        assert stage["steps"] > 0 and stage["code"].startswith("0.")
+    assert about["samples_in_all"] == about["samples"] + about["init"]["provenance"]["samples"]
+    text = json.dumps(about)
+    for word in ("/home/", "/work", "/tmp", "/root"):
+        assert word not in text
+
+
+def test_the_card_says_what_they_reach(name):
+    card = (find(name) / "README.md").read_text(encoding="utf-8")
+    assert f"# {name}" in card and "## Results" in card and "Apache-2.0" in card
+    assert "| dense control |" in card
+
+
+def test_small_enough_to_ship():
+    def size(folder):
+        return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+    assert size(find("veca_tiny_patch16")) < 12e6
+    assert size(ROOT / "weights") < 50e6
+
+
+def test_trained_and_elastic(name):
+    """A photo is more like itself at another budget than like another photo."""
+    model = veca.load(name)
+    images = torch.cat([veca.preprocess(p, size=(192, 192)).pixels for p in bundled_photos()[:3]])
+    with torch.inference_mode():
+        few, all_ = (model(images, cores=c).cls for c in (8, 64))
+    alike = F.cosine_similarity(few[:, None], all_[None], dim=-1)
+    assert alike.diagonal().min() > 0.8
+    assert (alike.argmax(dim=1) == torch.arange(3)).all()
+    assert (alike - torch.eye(3) * 2).max() < alike.diagonal().min() - 0.2
