@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +28,7 @@ from veca.distill.parallel import World
 from veca.distill.setup import open_data, open_teachers
 from veca.distill.standardise import find_targets
 from veca.distill.student import Student, load_backbone
+from veca.distill.teaching import Teaching
 from veca.distill.validate import validate
 from veca.images import normalize
 from veca.teachers import read_dense_vit
@@ -35,12 +38,19 @@ PIXELS = 96 * 512 * 512
 """Pixels of a batch; fewer images of larger sizes."""
 
 
+AGREEMENT: dict[str, dict[str, Any]] = {
+    "--config": {"type": Path, "required": True},
+    "--data": {"required": True},
+    "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
+    "--weights": {"action": "append", "required": True, "metavar": "NAME=FOLDER"},
+}
+"""Options of every benchmark that compares weights with their teacher."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--weights", action="append", required=True, metavar="NAME=FOLDER")
+    for name, settings in AGREEMENT.items():
+        parser.add_argument(name, **settings)
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--sizes", type=int, nargs="+", default=[192, 256, 384, 512, 768, 1024])
     parser.add_argument("--cores", type=int, nargs="+", default=[8, 16, 32, 64])
@@ -51,39 +61,52 @@ def main() -> None:
     named = dict(item.split("=", 1) for item in options.weights)
     config = load_config(options.config, overrides=options.set, data=options.data)
     world = World(device=torch.device(options.device))
-    teaching = open_teachers(config, world)
-    beside = next(iter(named.values()))
-    for lesson in teaching.lessons:
-        if lesson.settings.standardise:
-            teaching.set_statistics(
-                find_targets([lesson.name], [lesson.widths], beside), world.device
-            )
+    teaching = open_lessons(config, world, next(iter(named.values())))
     loader = held_out(config, options.images, world)
     rows: list[dict[str, object]] = []
     for name, folder in named.items():
-        dense = is_dense_vit(Path(folder))
-        backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
-        student = Student(backbone.float(), [x.widths for x in teaching.lessons]).to(world.device)
-        architecture = backbone.config
-        found = validate(
-            student,
-            teaching,
-            loader,
-            sizes=options.sizes,
-            budgets=options.cores[-1:] if dense else options.cores,
-            batches={size: max(1, PIXELS // size**2) for size in options.sizes},
-            normalise=lambda pixels, a=architecture: normalize(  # type: ignore[misc]
-                pixels, a.image_mean, a.image_std
-            ),
-            world=world,
-            autocast=lambda: _precision(world.device),
-        )
-        rows += [
-            {"weights": name, "images": loader.samples, **row, **({"cores": ""} if dense else {})}
-            for row in found
-        ]
+        found = measure(folder, teaching, loader, world, options.sizes, options.cores)
+        rows += [{"weights": name, **row} for row in found]
     write_csv("agreement", rows, options.out, device=options.device)
     print_table(rows)
+
+
+def open_lessons(config: DistillConfig, world: World, beside: str) -> Teaching:
+    """The settings' teachers, with the scales of the targets that lie beside some weights."""
+    teaching = open_teachers(config, world)
+    for lesson in teaching.lessons:
+        if lesson.settings.standardise:
+            found = find_targets([lesson.name], [lesson.widths], beside)
+            teaching.set_statistics(found, world.device)
+    return teaching
+
+
+def measure(
+    folder: str,
+    teaching: Teaching,
+    loader: Loader,
+    world: World,
+    sizes: Sequence[int],
+    cores: Sequence[int],
+) -> list[dict[str, Any]]:
+    """The rows of one network; a dense one has no budget."""
+    dense = is_dense_vit(Path(folder))
+    backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
+    student = Student(backbone.float(), [x.widths for x in teaching.lessons]).to(world.device)
+    architecture = backbone.config
+    found = validate(
+        student,
+        teaching,
+        loader,
+        sizes=sizes,
+        budgets=cores[-1:] if dense else cores,
+        batches={size: max(1, PIXELS // size**2) for size in sizes},
+        normalise=lambda pixels: normalize(pixels, architecture.image_mean, architecture.image_std),
+        world=world,
+        autocast=lambda: _precision(world.device),
+    )
+    blank = {"cores": ""} if dense else {}
+    return [{"images": loader.samples, **row, **blank} for row in found]
 
 
 def held_out(config: DistillConfig, count: int, world: World) -> Loader:

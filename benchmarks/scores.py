@@ -126,6 +126,21 @@ def agreement(rows: Rows) -> str:
     )
 
 
+def positions(rows: Rows) -> str:
+    names = list(dict.fromkeys(r["weights"] for r in rows))
+    found = {(r["weights"], r["coordinates"]): r for r in rows}
+    return table(
+        ["coordinates of the patches", *(NAMES[name] for name in names)],
+        [
+            [
+                what if what == "shuffled" else f"x {float(what):g}",
+                *(" / ".join(_cosines(found[name, what])[:2]) for name in names),
+            ]
+            for what in dict.fromkeys(r["coordinates"] for r in rows)
+        ],
+    )
+
+
 def teacher_sizes(rows: Rows) -> str:
     return table(
         ["pixels", "entropy of its classes, nats", "likeliest class", "variance of the feature"],

@@ -160,6 +160,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "every-budget": ("probes", scores.every_budget),
     "agreement": ("agreement", scores.agreement),
     "goals": ("probes", scores.goals),
+    "positions": ("positions", scores.positions),
     "teacher-sizes": ("teacher_sizes", scores.teacher_sizes),
     "stage-1": ("training", scores.stage_1),
     "stage-2": ("training", scores.stage_2),

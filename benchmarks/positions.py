@@ -1,0 +1,74 @@
+"""How much networks rely on where patches are: their coordinates stretched, or shuffled.
+
+    PYTHONPATH=src python benchmarks/positions.py --config configs/coco-stage2.toml \
+        --data COCO/train2017 --weights small=runs/coco-2/final
+
+In training the patches' coordinates are shifted and stretched at random, those of the cores are
+not. Here the patches' are multiplied by a factor, or dealt out anew among the patches, and the
+cosines to the teacher are measured again on photos that the settings hold out. Writes
+results/positions.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from agreement import AGREEMENT, held_out, measure, open_lessons
+from common import RESULTS, print_table, write_csv
+from veca import rope
+from veca.distill import load_config
+from veca.distill.parallel import World
+
+FACTORS = (0.5, 1.0, 2.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, settings in AGREEMENT.items():
+        parser.add_argument(name, **settings)
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--size", type=int, default=192)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+
+    named = dict(item.split("=", 1) for item in options.weights)
+    config = load_config(options.config, overrides=options.set, data=options.data)
+    world = World(device=torch.device(options.device))
+    teaching = open_lessons(config, world, next(iter(named.values())))
+    loader = held_out(config, options.images, world)
+    rows: list[dict[str, object]] = []
+    for name, folder in named.items():
+        for what in (*(str(factor) for factor in FACTORS), "shuffled"):
+            with _coordinates(what):
+                found = measure(folder, teaching, loader, world, [options.size], [64])
+            rows += [{"weights": name, "coordinates": what, **row} for row in found]
+    write_csv("positions", rows, options.out, device=options.device)
+    print_table(rows)
+
+
+@contextmanager
+def _coordinates(what: str) -> Iterator[None]:
+    """Inside, patches believe to be elsewhere."""
+    real = rope.grid_coordinates
+
+    def changed(height: int, width: int, device: torch.device | None = None) -> Tensor:
+        xy = real(height, width, device)
+        if what != "shuffled":
+            return xy * float(what)
+        order = torch.randperm(len(xy), generator=torch.Generator().manual_seed(0))
+        return xy[order.to(xy.device)]
+
+    with mock.patch.object(rope, "grid_coordinates", changed):
+        yield
+
+
+if __name__ == "__main__":
+    main()
