@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rows import ROOT, Rows, read, table
 
@@ -47,14 +47,11 @@ def control(rows: Rows) -> str:
     scores = _scores(rows)
 
     def share(probe: str, cores: str) -> str:
-        ours, theirs = scores.get((SMALL, cores, probe)), scores.get((CONTROL, "", probe))
-        if ours is None or theirs is None:
-            return ""
-        ratio = theirs / ours if PROBES[probe][1] == "rmse" else ours / theirs
-        return f"{ratio:.1%}".replace("%", " %")
+        ratio = _ratio(probe, scores[SMALL, cores, probe], scores[CONTROL, "", probe])
+        return f"{100 * ratio:.1f} %"
 
     return table(
-        ["cores", *(title.rsplit(" ", 1)[0].rstrip(",") for title, _ in PROBES.values())],
+        ["cores", *(_plain(title) for title, _ in PROBES.values())],
         [[cores, *(share(probe, cores) for probe in PROBES)] for cores in BUDGETS],
     )
 
@@ -66,16 +63,11 @@ def budgets(rows: Rows) -> str:
     for name in (SMALL, TINY):
         for cores in BUDGETS[:-1]:
             line = [NAMES[name], cores]
-            for probe, (_, metric) in PROBES.items():
-                here, full = scores.get((name, cores, probe)), scores.get((name, "64", probe))
-                if here is None or full is None:
-                    line.append("")
-                    continue
-                ratio = full / here if metric == "rmse" else here / full
-                line.append(f"{ratio:.1%}".replace("%", " %"))
+            for probe in PROBES:
+                ratio = _ratio(probe, scores[name, cores, probe], scores[name, "64", probe])
+                line.append(f"{100 * ratio:.1f} %")
             lines.append(line)
-    heads = (title.rsplit(" ", 1)[0].rstrip(",") for title, _ in PROBES.values())
-    return table(["", "cores", *heads], lines)
+    return table(["", "cores", *(_plain(title) for title, _ in PROBES.values())], lines)
 
 
 def every_budget(rows: Rows) -> str:
@@ -98,6 +90,16 @@ def _scores(rows: Rows) -> dict[tuple[str, str, str], float]:
         for r in rows
         if r["probe"] in PROBES
     }
+
+
+def _ratio(probe: str, ours: float, theirs: float) -> float:
+    """Our share of their score; of an error, the inverse."""
+    return theirs / ours if PROBES[probe][1] == "rmse" else ours / theirs
+
+
+def _plain(title: str) -> str:
+    """A column's title without its unit."""
+    return title.rsplit(" ", 1)[0].rstrip(",")
 
 
 def _score(probe: str, value: float | None) -> str:
@@ -154,33 +156,24 @@ def teacher_sizes(rows: Rows) -> str:
 
 def stage_1(rows: Rows) -> str:
     """The first stage of all three students, as it went."""
-    rows = [r for r in rows if r["run"] == "coco-1"]
-    columns = (("", "8"), ("", "64"), ("tiny", "8"), ("tiny", "64"), ("dense", "64"))
-    titles = ("small, C = 8", "C = 64", "tiny, C = 8", "C = 64", "dense control")
-    found = {(r["step"], r["student"], r["cores"]): r for r in rows}
-    return table(
-        ["samples", *titles],
-        [
-            [
-                f"{int(found[step, '', '8']['samples']) / 1e6:.2f} M",
-                *(" / ".join(_cosines(found[step, s, c])) for s, c in columns),
-            ]
-            for step in dict.fromkeys(r["step"] for r in rows)
-        ],
-    )
+    return _stage(rows, "coco-1", "samples", lambda count: f"{int(count) / 1e6:.2f} M")
 
 
 def stage_2(rows: Rows) -> str:
     """The same after the second stage, by size."""
-    rows = [r for r in rows if r["run"] == "coco-2"]
+    return _stage(rows, "coco-2", "size", str)
+
+
+def _stage(rows: Rows, run: str, by: str, show: Callable[[str], str]) -> str:
+    rows = [r for r in rows if r["run"] == run]
     columns = (("", "8"), ("", "64"), ("tiny", "8"), ("tiny", "64"), ("dense", "64"))
     titles = ("small, C = 8", "C = 64", "tiny, C = 8", "C = 64", "dense control")
-    found = {(r["size"], r["student"], r["cores"]): r for r in rows}
+    found = {(r[by], r["student"], r["cores"]): r for r in rows}
     return table(
-        ["px", *titles],
+        ["px" if by == "size" else by, *titles],
         [
-            [size, *(" / ".join(_cosines(found[size, s, c])) for s, c in columns)]
-            for size in dict.fromkeys(r["size"] for r in rows)
+            [show(one), *(" / ".join(_cosines(found[one, s, c])) for s, c in columns)]
+            for one in dict.fromkeys(r[by] for r in rows)
         ],
     )
 
@@ -213,12 +206,8 @@ def goals(rows: Rows) -> str:
         if probe not in ("pets-knn", "pets-linear")
     ]
     shares = {
-        title.split(" %")[0]: (
-            scores[CONTROL, "", probe] / scores[SMALL, "64", probe]
-            if metric == "rmse"
-            else scores[SMALL, "64", probe] / scores[CONTROL, "", probe]
-        )
-        for probe, (title, metric) in PROBES.items()
+        _plain(title): _ratio(probe, scores[SMALL, "64", probe], scores[CONTROL, "", probe])
+        for probe, (title, _) in PROBES.items()
     }
     first = by_size[192]
     drift = max(
