@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import veca
 from veca.distill import load_targets
+from veca.errors import WeightsError
 from veca.quickstart import bundled_photos
 from veca.weights import read_provenance
 from veca.weights.names import find
@@ -73,3 +74,14 @@ def test_trained_and_elastic(name):
     assert alike.diagonal().min() > 0.8
     assert (alike.argmax(dim=1) == torch.arange(3)).all()
     assert (alike - torch.eye(3) * 2).max() < alike.diagonal().min() - 0.2
+
+
+def test_outside_a_clone_small_is_asked_for_by_path(monkeypatch, tmp_path):
+    """An installed package has no weights/ beside it; its message says where there is one."""
+    (tmp_path / "site-packages" / "veca").mkdir(parents=True)
+    monkeypatch.setattr("veca.weights.names._PACKAGE", tmp_path / "site-packages" / "veca")
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(WeightsError, match=r"clone of the repository, in weights/"):
+        veca.load("small")
+    with pytest.raises(WeightsError, match="none are published"):
+        veca.load("base")

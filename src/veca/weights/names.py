@@ -15,6 +15,9 @@ from veca.weights import hub, store
 NAMED: dict[str, str] = {}
 """Weights published on the Hugging Face hub: name -> "owner/name" or "owner/name@revision"."""
 
+IN_A_CLONE = ("veca_small_patch16",)
+"""Weights that lie in `weights/` of the repository: too large for the package."""
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -88,6 +91,12 @@ def _by_name(name: str, wanted: Sequence[str]) -> Path:
             "of that name here."
         )
     looked = ", ".join(str(folder) for folder in _folders())
+    if any(candidate in IN_A_CLONE for candidate in _spellings(name)):
+        raise WeightsError(
+            f"the weights {name!r} are not on this machine (looked in {looked}); they come with a "
+            "clone of the repository, in weights/: give that folder's path, or copy it into the "
+            "last of these places."
+        )
     raise WeightsError(
         f"the weights {name!r} are not on this machine (looked in {looked}) and none are published "
         f"yet; veca.create_model({name!r}) makes fresh ones, `veca distill` trains them, and "
