@@ -91,9 +91,9 @@ def test_names_lead_nowhere_else(name: str) -> None:
 def test_a_known_name_without_weights(tmp_path: Path) -> None:
     (tmp_path / "clone" / "pyproject.toml").touch()
     with pytest.raises(WeightsError) as caught:
-        load("small")
+        load("base")
     message = str(caught.value)
-    for words in ("assets/weights", "clone/weights", "cache", "create_model('small')"):
+    for words in ("assets/weights", "clone/weights", "cache", "create_model('base')"):
         assert words in message
     assert "veca import" in message
 
