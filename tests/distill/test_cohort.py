@@ -45,6 +45,20 @@ def test_each_learns_what_it_would_alone(family, tmp_path, which) -> None:
         assert torch.equal(tensor, mine.state_dict()[name]), name
 
 
+def test_a_sibling_at_another_learning_rate(tmp_path) -> None:
+    """Twice the scale is twice the rate of a run of its own; everything else is shared."""
+    twin = {**TABLE["student"], "lr_scale": 2.0}
+    records = run(tmp_path / "both", siblings={"twin": twin})
+    lr, least = (TABLE["optimizer"][name] for name in ("lr", "lr_min"))
+    alone = run(tmp_path / "alone", optimizer={"lr": 2 * lr, "lr_min": 2 * least})
+    assert [(r["step"], r["twin:loss"], r["twin:grad_norm"]) for r in records] == curve(alone)
+    assert curve(records) != curve(alone)
+    assert read_provenance(tmp_path / "both" / "siblings" / "twin")["lr_scales"] == [2.0, 2.0]
+    assert read_provenance(tmp_path / "both" / "final")["lr_scales"] == [1.0, 1.0]
+    with pytest.raises(DistillError, match=r"siblings\.twin\.lr_scale must be at least 0"):
+        settings(siblings={"twin": {**twin, "lr_scale": -1.0}})
+
+
 def test_what_it_leaves(family) -> None:
     out, _ = family
     dense, provenance = read_dense_vit(out / "siblings" / "dense")

@@ -55,6 +55,16 @@ def test_lr_is_the_same_for_all() -> None:
     assert {g["lr"] for m in optimizers.members for g in m.param_groups} == {0.25}
 
 
+def test_adamw_at_a_rate_of_its_own() -> None:
+    optimizers = Optimizers(make_student())
+    optimizers.set_lr(0.5, adamw_scale=0.25)
+    rates = {type(m).__name__: {g["lr"] for g in m.param_groups} for m in optimizers.members}
+    assert rates == {"NorMuon": {0.5}, "RowAdamW": {0.125}, "AdamW": {0.125}}
+    plain = Optimizers(make_student(), name="adamw")
+    plain.set_lr(0.5, adamw_scale=0.25)
+    assert {g["lr"] for m in plain.members for g in m.param_groups} == {0.125}
+
+
 def test_unknown_name() -> None:
     with pytest.raises(DistillError, match="unknown optimiser 'sgd'"):
         Optimizers(make_student(), name="sgd")

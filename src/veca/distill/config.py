@@ -39,6 +39,11 @@ class StudentConfig:
     """Stored weights to start from (a folder, a file, a name), instead of a fresh preset."""
     patch_from_teacher: bool = True
     """Fresh weights only: take the patch convolution of the first teacher where shapes agree."""
+    lr_scale: float = 1.0
+    """Times the schedule's learning rate, for this student: siblings that differ in nothing else
+    find a good one in a single run."""
+    adamw_scale: float = 1.0
+    """Times that again for what AdamW moves: cores, norms, biases, the patch convolution."""
     gradient_checkpointing: bool = False
     compile: bool = False
     """Compile each block, and the loss, with torch.compile."""
@@ -261,6 +266,11 @@ class DistillConfig:
                 (f"optimizer.accumulate_by_size.{size}", parts, 1)
                 for size, parts in o.accumulate_by_size.items()
             ),
+            *(
+                (f"{where}.{scale}", getattr(one, scale), 0)
+                for where, one in self.students.items()
+                for scale in ("lr_scale", "adamw_scale")
+            ),
             ("data.hold_out", self.data.hold_out, 0),
             ("data.memory_size", self.data.memory_size, 1),
             ("validation.every", self.validation.every, 0),
@@ -297,6 +307,12 @@ class DistillConfig:
                 "validation.every is set but there is nothing to validate on; set data.hold_out "
                 "(a number of images) or data.validation (another source)."
             )
+
+    @property
+    def students(self) -> dict[str, StudentConfig]:
+        """The student and its siblings, by where their settings stand."""
+        others = {f"siblings.{name}": one for name, one in self.siblings.items()}
+        return {"student": self.student, **others}
 
     @property
     def phases(self) -> tuple[Phase, ...]:

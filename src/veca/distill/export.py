@@ -50,6 +50,7 @@ def export_sections(
     provenance = {**about["provenance"], "steps": about["step"], "samples": about["samples"]}
     if student:
         provenance["init"] = whose["init"]
+        provenance["lr_scales"] = whose.get("lr_scales", [1.0, 1.0])
     provenance["complete"] = about["step"] >= provenance["steps_planned"]
     provenance["averaged"] = "ema" in sections
     if heads:

@@ -439,6 +439,14 @@ class Run:
             "teacher": first.teacher.describe(),
             "teachers": [lesson.teacher.describe() for lesson in self.teaching.lessons],
             "standardised": sorted(self.teaching.statistics()),
+            "targets": {
+                lesson.name: {
+                    "weight": lesson.settings.weight,
+                    "global_size": lesson.settings.global_size,
+                    "kl": lesson.settings.kl,
+                }
+                for lesson in self.teaching.lessons
+            },
             "data": {
                 "source": c.data.name
                 or public_name(c.data.source)
@@ -456,6 +464,7 @@ class Run:
             "budget_weights": list(self.plan.budgets.weights),
             "optimizer": c.optimizer.name,
             "lr": c.optimizer.lr,
+            "lr_scales": _scales(self.cohort.main),
             "seed": c.seed,
             "code": code_version(),
             "torch": str(torch.__version__),
@@ -472,6 +481,7 @@ class Run:
                     "architecture": trainer.architecture.to_dict(),
                     "dense": trainer.dense,
                     "init": _beginning(trainer),
+                    "lr_scales": _scales(trainer),
                 }
                 for name, trainer in self.cohort.trainers.items()
                 if name
@@ -507,6 +517,12 @@ class Run:
             f"{error}; {where}. Lower optimizer.lr, set optimizer.clip, or look at the images of "
             "that step."
         )
+
+
+def _scales(trainer: Trainer) -> list[float]:
+    """Of a student's learning rate: for all, and for what AdamW moves."""
+    scale, adamw = trainer.settings.lr_scale, trainer.settings.adamw_scale
+    return [scale, scale * adamw]
 
 
 def _beginning(trainer: Trainer) -> dict[str, Any]:

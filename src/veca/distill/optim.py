@@ -2,7 +2,7 @@
 
 Published split: NorMuon for the 2D weights of linear layers, except the coordinate heads and the
 last block's second feed-forward weight; AdamW for everything else. One learning rate and one
-schedule for both. `muon` (torch's) and plain `adamw` are choices.
+schedule for both, unless asked otherwise. `muon` (torch's) and plain `adamw` are choices.
 
 The core bank is moved row by row: a core outside the step's prefix got no gradient, and neither
 its momentum nor weight decay may move it meanwhile.
@@ -131,10 +131,12 @@ class Optimizers:
     def _pick(self, names: Iterable[str]) -> list[Tensor]:
         return [self.parameters[name] for name in names]
 
-    def set_lr(self, lr: float) -> None:
+    def set_lr(self, lr: float, adamw_scale: float = 1.0) -> None:
+        """Set the learning rate, `adamw_scale` times as large where AdamW moves."""
         for member in self.members:
+            moves_matrices = isinstance(member, (NorMuon, torch.optim.Muon))
             for group in member.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr if moves_matrices else lr * adamw_scale
 
     def step(self) -> None:
         for member in self.members:

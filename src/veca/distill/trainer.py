@@ -106,7 +106,7 @@ class Trainer:
 
     def update(self, step: Step) -> Tensor:
         """Move the weights after all parts of a step; returns the gradient's length."""
-        self.optimizers.set_lr(step.lr)
+        self.optimizers.set_lr(step.lr * self.settings.lr_scale, self.settings.adamw_scale)
         norm = self.world.clip_gradients(self.parameters, self.config.optimizer.clip)
         self.optimizers.step()
         self.optimizers.zero_grad()
