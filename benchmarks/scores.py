@@ -143,6 +143,21 @@ def positions(rows: Rows) -> str:
     )
 
 
+def routing(rows: Rows) -> str:
+    """The dense cosine at the last step, of every seed."""
+    last = max(rows, key=lambda r: int(r["step"]))["step"]
+    rows = [r for r in rows if r["step"] == last]
+    seeds = list(dict.fromkeys(r["seed"] for r in rows))
+    found = {(r["student"], r["cores"], r["seed"]): r for r in rows}
+    return table(
+        ["", "cores", *(f"seed {seed}" for seed in seeds)],
+        [
+            [name, cores, *(f"{float(found[name, cores, s]['dense_cos']):.3f}" for s in seeds)]
+            for name, cores in dict.fromkeys((r["student"], r["cores"]) for r in rows)
+        ],
+    )
+
+
 def teacher_sizes(rows: Rows) -> str:
     return table(
         ["pixels", "entropy of its classes, nats", "likeliest class", "variance of the feature"],

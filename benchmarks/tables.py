@@ -161,6 +161,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "agreement": ("agreement", scores.agreement),
     "goals": ("probes", scores.goals),
     "positions": ("positions", scores.positions),
+    "routing": ("routing", scores.routing),
     "teacher-sizes": ("teacher_sizes", scores.teacher_sizes),
     "stage-1": ("training", scores.stage_1),
     "stage-2": ("training", scores.stage_2),
