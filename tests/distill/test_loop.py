@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 import veca
-from distill.small import curve, run, settings
+from distill.small import TABLE, curve, run, settings
 from veca.data import Augmentation, AugmentConfig, DataError, InMemoryImages, sample_keys
 from veca.distill import (
     DistillError,
@@ -36,7 +36,7 @@ from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
 from veca.distill.setup import open_data, open_teachers
 from veca.errors import OutputError, VecaError
-from veca.teachers import CallableTeacher, TeacherError
+from veca.teachers import CallableTeacher, TeacherError, read_dense_vit
 from veca.weights import read_provenance
 
 
@@ -373,6 +373,25 @@ class Colours(nn.Module):
 class Classifying(CallableTeacher):
     def classify(self, cls):
         return cls @ torch.tensor([[1.0, -1.0], [0.0, 2.0], [1.0, 1.0]])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_stored_weights_without_the_augmentation_of_coordinates(tmp_path, dense) -> None:
+    """What matters in training alone can be changed, and is what the next weights say."""
+    first = run_final(tmp_path / "1", dense)
+    still = {"rope_rescale": 1.0, "rope_shift": 0.0}
+    base = {"preset": "", "init": str(first), "dense": dense}
+    again = settings(student={**base, "config": still}, schedule={"steps": 1, "warmup": 0})
+    final = distill(again, tmp_path / "2").final
+    config = read_dense_vit(final)[0].config if dense else veca.load(final).config
+    assert (config.rope_rescale, config.rope_shift) == (1.0, 0.0)
+    with pytest.raises(DistillError, match="cannot change depth"):
+        distill(settings(student={**base, "config": {"depth": 3}}), tmp_path / "3")
+
+
+def run_final(out, dense):
+    run(out, student={**TABLE["student"], "dense": dense}, schedule={"steps": 1, "warmup": 0})
+    return out / "final"
 
 
 def test_several_teachers(tmp_path) -> None:

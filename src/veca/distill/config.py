@@ -34,7 +34,8 @@ class StudentConfig:
     dense: bool = False
     """The yardstick instead: a dense ViT (full attention) of the preset's size."""
     config: dict[str, Any] = field(default_factory=dict)
-    """Fields of `VecaConfig` that differ from the preset's."""
+    """Fields of `VecaConfig` that differ from the preset's. With `init` only those of the
+    augmentation of coordinates (rope_shift, rope_jitter, rope_rescale) can be changed."""
     init: str = ""
     """Stored weights to start from (a folder, a file, a name), instead of a fresh preset."""
     patch_from_teacher: bool = True

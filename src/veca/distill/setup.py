@@ -49,6 +49,9 @@ from veca.weights import read_provenance
 Images = Any
 """Whatever `veca.data.open_source` takes, or `InMemoryImages`."""
 
+TRAINING_FIELDS = ("rope_shift", "rope_jitter", "rope_rescale")
+"""Fields of `VecaConfig` that matter in training alone, so that stored weights can change them."""
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -308,9 +311,10 @@ def build_student(config: StudentConfig, teaching: Teaching, seed: int) -> Start
     torch.manual_seed(seed)
     backbone: Veca | DenseVit
     if config.init:
-        if config.config:
+        if fixed := sorted(set(config.config) - set(TRAINING_FIELDS)):
             raise DistillError(
-                "student.init takes the stored architecture; leave student.config empty."
+                f"student.init takes the stored architecture, so student.config cannot change "
+                f"{fixed[0]}; with stored weights only {', '.join(TRAINING_FIELDS)} can be changed."
             )
         if config.dense:
             backbone, provenance = read_dense_vit(config.init)
@@ -318,6 +322,7 @@ def build_student(config: StudentConfig, teaching: Teaching, seed: int) -> Start
         else:
             backbone = load_backbone(config.init, backend=config.backend)
             provenance = read_provenance(config.init)
+        backbone.config = backbone.config.replace(**config.config)
         start = Start(Student(backbone, widths), provenance=provenance)
         stored = load_heads(config.init) if Path(config.init).expanduser().is_dir() else {}
         for place, lesson in enumerate(teaching.lessons):
