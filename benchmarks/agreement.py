@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import RESULTS, print_table, write_csv
+from common import print_table, write_csv
+from rows import RESULTS
 from veca.data import AugmentConfig, InMemoryImages, Loader
 from veca.data.decode import EncodedImage, shaped
 from veca.distill import DistillConfig, load_config
@@ -74,6 +75,8 @@ def main() -> None:
 def open_lessons(config: DistillConfig, world: World, beside: str) -> Teaching:
     """The settings' teachers, with the scales of the targets that lie beside some weights."""
     teaching = open_teachers(config, world)
+    if len(teaching.lessons) > 1:
+        raise SystemExit("one teacher at a time: heads of further ones are not measured here.")
     for lesson in teaching.lessons:
         if lesson.settings.standardise:
             found = find_targets([lesson.name], [lesson.widths], beside)

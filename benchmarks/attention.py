@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from common import (
-    RESULTS,
     capture,
     copy_bandwidth,
     peak_memory,
@@ -28,6 +27,7 @@ from common import (
     time_side_by_side,
     write_csv,
 )
+from rows import RESULTS
 from veca import rope
 from veca.attention import core_attention
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from rows import RESULTS
 from veca.bench import Plan, machine, take_turns
 from veca.files import atomic_write
 from veca.memory import peak_tensor_memory
 
-RESULTS = Path(__file__).parent / "results"
 Call = Callable[[], object]
 
 

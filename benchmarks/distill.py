@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common import RESULTS, print_table, write_csv
+from common import print_table, write_csv
+from rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig, distill, read_metrics
 from veca.teachers import CallableTeacher, Teacher, load_teacher

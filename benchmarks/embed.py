@@ -37,7 +37,8 @@ import torch
 from PIL import Image
 
 import veca
-from common import RESULTS, write_csv
+from common import write_csv
+from rows import RESULTS
 from veca.collections import embed
 from veca.collections.compute import Decoder
 from veca.collections.settings import Settings

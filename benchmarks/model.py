@@ -20,7 +20,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import veca
 from common import (
-    RESULTS,
     capture,
     matmul_rate,
     peak_memory,
@@ -28,6 +27,7 @@ from common import (
     time_side_by_side,
     write_csv,
 )
+from rows import RESULTS
 
 SHAPES = ((1, 256), (64, 256), (16, 512), (8, 1024), (1, 2048), (2, 2048))
 BUDGETS = (8, 64)

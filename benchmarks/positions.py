@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from agreement import AGREEMENT, held_out, measure, open_lessons
-from common import RESULTS, print_table, write_csv
+from common import print_table, write_csv
+from rows import RESULTS
 from veca import rope
 from veca.distill import load_config
 from veca.distill.parallel import World

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import veca
-from common import RESULTS, print_table, write_csv
+from common import print_table, write_csv
+from rows import RESULTS
 from veca.probe import read_run
 
 TASKS = ("knn", "linear")

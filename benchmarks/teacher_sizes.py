@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from agreement import held_out
-from common import RESULTS, print_table, write_csv
+from common import print_table, write_csv
+from rows import RESULTS
 from veca.distill import load_config
 from veca.distill.parallel import World
 from veca.distill.setup import open_teachers

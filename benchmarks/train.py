@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 import veca
-from common import RESULTS, peak_memory, print_table, time_side_by_side, write_csv
+from common import peak_memory, print_table, time_side_by_side, write_csv
+from rows import RESULTS
 
 SHAPES = ((128, 256), (16, 768))
 

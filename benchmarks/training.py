@@ -13,7 +13,8 @@ import csv
 import json
 from pathlib import Path
 
-from common import RESULTS, print_table
+from common import print_table
+from rows import RESULTS
 
 COLUMNS = (
     *("run", "step", "samples", "student", "size", "cores"),

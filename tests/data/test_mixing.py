@@ -362,21 +362,19 @@ def test_resuming_is_exact(photos: Path, world: int) -> None:
 
 
 def test_what_leaves_one_without_a_partner_is_refused(photos: Path) -> None:
-    with pytest.raises(DataError, match=r"6 images among 2 ranks leave one .* multiple of 4, or"):
+    with pytest.raises(DataError, match=r"of 6 among 2 ranks leaves one .* multiple of 4, or"):
         loader(photos, batch_size=6, world_size=2)
-    with pytest.raises(
-        DataError, match=r"7 images leave one .* multiple of 2, or set augment\.mix"
-    ):
+    with pytest.raises(DataError, match=r"of 7 leaves one .* multiple of 2, or set augment\.mix"):
         loader(photos, batch_size=7)
     made = loader(photos, world_size=2)
-    with pytest.raises(DataError, match="10 images among 2 ranks"):
+    with pytest.raises(DataError, match="of 10 among 2 ranks"):
         made.batch(batch_size=10)
     assert made.step == 0
     planned = loader(photos, plan=lambda step: BatchPlan(batch_size=8 - step))
     planned.batch()
-    with pytest.raises(DataError, match="7 images leave"):
+    with pytest.raises(DataError, match="of 7 leaves"):
         planned.batch()
-    with pytest.raises(DataError, match="3 images leave one"):
+    with pytest.raises(DataError, match="of 3 leaves one"):
         Augmentation(BOTH)(stack(3), KEYS[:3], 16)
     for settings in ({"mixup": 0.1}, {"cutmix": 0.1}):
         with pytest.raises(DataError, match="in pairs"):
@@ -396,7 +394,7 @@ def test_a_sweep_mixes_pairs_or_says_it_cannot(photos: Path) -> None:
         parts = [list(rank.sweep())[step].pixels for rank in with_gaps[: 3 if step == 2 else 4]]
         torch.testing.assert_close(torch.cat(parts), whole.pixels, rtol=0, atol=1e-6)
     for rank in range(2):  # three and three
-        with pytest.raises(DataError, match="6 images among 2 ranks"):
+        with pytest.raises(DataError, match="a batch of 6 among 2 ranks"):
             next(loader(photos, rank=rank, world_size=2).sweep())
 
 

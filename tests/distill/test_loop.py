@@ -502,7 +502,58 @@ def test_the_global_feature_at_a_size_of_its_own() -> None:
         settings(teachers=[{**table, "micro_batch": 1}], data={"hold_out": 6}), World(), [teacher]
     ).targets(pixels, (2, 2))
     assert torch.allclose(parts.cls, target.cls) and torch.allclose(parts.patches, target.patches)
-    assert asked == [(32, 32), (48, 48)] * 4
+    assert asked == [(32, 32)] * 4 + [(48, 48)] * 4
+
+
+def test_a_pass_of_the_same_pixels_serves_both_and_larger_ones_are_split() -> None:
+    seen = []
+
+    def brightest(images):
+        seen.append((len(images), images.shape[-1]))
+        return nn.functional.max_pool2d(images, 16)
+
+    fixed = CallableTeacher(brightest, width=3, stride=16, name="colours", sizes=[(48, 48)])
+    table = {"name": "colours", "global_size": 48}
+    config = settings(teachers=[table], data={"hold_out": 6})
+    pixels = torch.rand(4, 3, 48, 48)
+    open_teachers(config, World(), [fixed]).targets(pixels, (1, 1))
+    assert seen == [(4, 48)]  # a grid of 1 x 1 is seen at 48 pixels as well
+    free = CallableTeacher(brightest, width=3, stride=16, name="colours")
+    config = settings(
+        teachers=[{**table, "global_size": 64, "micro_batch": 4}], data={"hold_out": 6}
+    )
+    teaching = open_teachers(config, World(), [free])
+    teaching.smallest_cells = 4
+    seen.clear()
+    teaching.targets(pixels, (2, 2))
+    assert seen == [(4, 32), *[(1, 64)] * 4]
+
+
+def test_a_scale_of_another_global_size_is_refused(tmp_path) -> None:
+    def brightest(images):
+        return nn.functional.max_pool2d(images, 16)
+
+    def teacher():
+        return CallableTeacher(brightest, width=3, stride=16, name="colours")
+
+    table = {"name": "colours", "standardise": True, "standardise_images": 16}
+    first = settings(teachers=[table], schedule={"steps": 2, "warmup": 0})
+    result = distill(first, tmp_path / "1", teachers=[teacher()])
+    assert read_provenance(result.final)["targets"]["colours"]["global_size"] == 0
+    other = {**table, "global_size": 50}  # 48 is the nearest it takes
+    student = {"preset": "", "config": {}, "init": str(result.final)}
+    again = settings(teachers=[other], student=student)
+    with pytest.raises(DistillError, match="at global_size 0, here it is 48"):
+        distill(again, tmp_path / "2", teachers=[teacher()])
+    longer = settings(teachers=[other], schedule={"steps": 4, "warmup": 0})
+    with pytest.raises(DistillError, match="colours's global_size 0, here it is 48"):
+        distill(longer, tmp_path / "1", teachers=[teacher()], resume=True)
+    given = {**other, "statistics": str(result.final)}
+    distill(
+        settings(teachers=[given], student=student, schedule={"steps": 1, "warmup": 0}),
+        tmp_path / "3",
+        teachers=[teacher()],
+    )
 
 
 def test_images_of_ones_own(tmp_path) -> None:

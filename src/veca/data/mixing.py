@@ -43,8 +43,9 @@ def check_pairs(count: int, ranks: int = 1) -> None:
     if count % 2 or share % 2:
         among = f" among {ranks} ranks" if ranks > 1 else ""
         raise DataError(
-            f"mixup and cutmix mix images in pairs, and {count} images{among} leave one without a "
-            f"partner; use a multiple of {2 * ranks}, or set augment.mixup and augment.cutmix to 0."
+            f"mixup and cutmix mix images in pairs, and a batch of {count}{among} leaves one "
+            f"without a partner; let batches, and the images of a sweep, be a multiple of "
+            f"{2 * ranks}, or set augment.mixup and augment.cutmix to 0."
         )
 
 

@@ -81,9 +81,9 @@ class TeacherConfig:
     statistics: str = ""
     """A targets.safetensors, or a folder with one, to take them from instead."""
     global_size: int = 0
-    """Side in pixels at which its global feature is taken, whatever the student's size; 0 for that
-    of its dense features. Not every network knows an enlarged photo when it sees one: look at how
-    sure its classifier is."""
+    """Side in pixels at which its global feature is taken, or the nearest it takes, whatever the
+    student's size; 0 for that of its dense features. Enlarged photos can make a classifier unsure
+    and a feature small."""
     kl: float = 0.0
     """Weight of the divergence of its own classifier on both global features, where it has one."""
 

@@ -66,6 +66,9 @@ def _student_line(name: str, trainer: Trainer) -> str:
         start += f", patch convolution of {trainer.start.patch_from}"
     tokens = "full attention" if trainer.dense else f"{c.num_cores} cores"
     parameters = sum(p.numel() for p in trainer.student.parameters())
+    s = trainer.settings
+    if (s.lr_scale, s.adamw_scale) != (1.0, 1.0):
+        start += f", learning rate x {s.lr_scale:g}, of AdamW x {s.lr_scale * s.adamw_scale:g}"
     return (
         f"{f'sibling {name}' if name else 'student'}: {c.depth} layers, width {c.width}, {tokens}, "
         f"features of width {c.feature_width}, {parameters / 1e6:.1f} M parameters ({start})"
@@ -77,9 +80,7 @@ def _teacher_line(teaching: Teaching, place: int) -> str:
     t = lesson.teacher
     parts = [f"width {t.width}", f"stride {t.stride}", f"licence {t.licence}"]
     parts += ["standardised"] if lesson.settings.standardise else []
-    if lesson.settings.global_size:
-        height, width = t.input_size(lesson.global_grid((1, 1)))
-        parts.append(f"global feature at {height} x {width} px")
+    parts += [f"global feature at {lesson.global_size} px"] if lesson.global_size else []
     parts += [f"KL x {lesson.settings.kl:g}"] if lesson.settings.kl else []
     parts += [f"weight {lesson.settings.weight:g}"] if len(teaching.lessons) > 1 else []
     return f"teacher: {lesson.name}, {', '.join(parts)}"

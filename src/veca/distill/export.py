@@ -48,6 +48,7 @@ def export_sections(
     heads = {n.removeprefix(_HEADS): t for n, t in tensors.items() if n.startswith(_HEADS)}
     config = VecaConfig.from_dict(whose["architecture"])
     provenance = {**about["provenance"], "steps": about["step"], "samples": about["samples"]}
+    provenance.setdefault("lr_scales", [1.0, 1.0])  # checkpoints of before there were any
     if student:
         provenance["init"] = whose["init"]
         provenance["lr_scales"] = whose.get("lr_scales", [1.0, 1.0])

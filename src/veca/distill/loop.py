@@ -29,6 +29,7 @@ from veca.distill.follow import Follower, Meter, code_version, machine, versions
 from veca.distill.parallel import World, launch, own_torch_state
 from veca.distill.schedule import Plan
 from veca.distill.setup import (
+    TRAINING_FIELDS,
     Data,
     Images,
     build_plan,
@@ -347,7 +348,11 @@ class Run:
             stored = about["siblings"].get(student, {}) if student else about
             mine = {"dense": trainer.dense, **trainer.architecture.to_dict()}
             known = {"dense": stored.get("dense"), **stored.get("architecture", {})}
-            different = [name for name in mine if known.get(name) != mine[name]]
+            different = [
+                name
+                for name in mine
+                if known.get(name) != mine[name] and name not in TRAINING_FIELDS
+            ]
             if stored and different:
                 name = different[0]
                 raise DistillError(
@@ -360,12 +365,22 @@ class Run:
             ("optimizer", about["optimizer"], self.config.optimizer.name),
             ("teachers", about["teachers"], [lesson.name for lesson in self.teaching.lessons]),
             ("seed", about["seed"], self.config.seed),
+            *self._global_sizes(about["provenance"]),
         ):
             if theirs != ours:
                 raise DistillError(
                     f"{checkpoint.path} was made with {what} {theirs!r}, here it is {ours!r}; "
                     "resume with the same, or choose another --out."
                 )
+
+    def _global_sizes(self, provenance: dict[str, Any]) -> list[tuple[str, int, int]]:
+        """Sizes of the global features there and here: with another the targets' scale is wrong."""
+        stored = provenance.get("targets", {})
+        return [
+            (f"{lesson.name}'s global_size", stored[lesson.name]["global_size"], lesson.global_size)
+            for lesson in self.teaching.lessons
+            if lesson.name in stored
+        ]
 
     def _say_changes(self, before: dict[str, Any]) -> None:
         """Name the settings that differ from those of the checkpoint: the curve will too."""
@@ -442,7 +457,7 @@ class Run:
             "targets": {
                 lesson.name: {
                     "weight": lesson.settings.weight,
-                    "global_size": lesson.settings.global_size,
+                    "global_size": lesson.global_size,
                     "kl": lesson.settings.kl,
                 }
                 for lesson in self.teaching.lessons

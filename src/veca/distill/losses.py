@@ -57,10 +57,8 @@ def cosine_distance(student: Tensor, teacher: Tensor) -> Tensor:
     return 1.0 - F.cosine_similarity(student.float(), teacher.float(), dim=-1, eps=EPS)
 
 
-def classifier_kl(
-    student_logits: Tensor, teacher_logits: Tensor, reduction: str = "batchmean"
-) -> Tensor:
-    """KL(teacher || student) of class probabilities, [B, K] logits each, mean over the batch.
+def classifier_kl(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """KL(teacher || student) of class probabilities, [B, K] logits each -> [B].
 
     Both logits come from the teacher's own classifier, so it asks whether the student's global
     feature means the same to it, whichever way it differs.
@@ -68,6 +66,6 @@ def classifier_kl(
     return F.kl_div(
         student_logits.float().log_softmax(dim=-1),
         teacher_logits.float().log_softmax(dim=-1),
-        reduction=reduction,
+        reduction="none",
         log_target=True,
-    )
+    ).sum(dim=-1)

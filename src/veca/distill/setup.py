@@ -238,9 +238,23 @@ def known_statistics(config: DistillConfig, teaching: Teaching) -> dict[str, Tar
         beside = Path(config.student.init).expanduser() / TARGETS
         if not path and config.student.init and beside.is_file():
             path = str(beside)
+            _check_global_size(config, lesson)
         if path:
             known |= find_targets([lesson.name], [lesson.widths], path)
     return known
+
+
+def _check_global_size(config: DistillConfig, lesson: Lesson) -> None:
+    """Refuse a stored scale that is of global features at another size, as far as that is known."""
+    init = config.student.init
+    provenance = read_dense_vit(init)[1] if config.student.dense else read_provenance(init)
+    stored = provenance.get("targets", {}).get(lesson.name, {}).get("global_size")
+    if stored is not None and stored != lesson.global_size:
+        raise DistillError(
+            f"{init} learnt global features of {lesson.name} at global_size {stored}, here it is "
+            f"{lesson.global_size}, and the scale stored with it does not fit; use the same, or "
+            "give another scale with the teacher's `statistics`."
+        )
 
 
 def estimate_statistics(

@@ -14,7 +14,7 @@ from veca.distill.errors import DistillError
 from veca.distill.losses import Losses, classifier_kl, distillation_loss
 from veca.distill.standardise import TargetStatistics
 from veca.distill.student import Prediction
-from veca.teachers.base import Teacher
+from veca.teachers.base import Teacher, TeacherFeatures
 
 
 class Target(NamedTuple):
@@ -59,6 +59,13 @@ class Lesson:
         size = self.settings.global_size
         return self.teacher.grid_for(size) if size else grid
 
+    @property
+    def global_size(self) -> int:
+        """The height in pixels at which the global feature is really taken; 0: the dense ones'."""
+        if not self.settings.global_size:
+            return 0
+        return self.teacher.input_size(self.global_grid((1, 1)))[0]
+
 
 class Teaching:
     """All teachers of a run and the loss."""
@@ -99,19 +106,20 @@ class Teaching:
     @torch.no_grad()
     def features(self, lesson: Lesson, pixels: Tensor, grid: tuple[int, int]) -> tuple[Tensor, ...]:
         """A teacher's own (global, dense) features, a micro-batch at a time."""
+        teacher, global_grid = lesson.teacher, lesson.global_grid(grid)
+        dense = self._runs(lesson, pixels, grid)
+        # One pass serves both where it is of the same pixels.
+        same = teacher.input_size(global_grid) == teacher.input_size(grid)
+        whole = dense if same else self._runs(lesson, pixels, global_grid)
+        cls, patches = [part.cls for part in whole], [part.patches for part in dense]
+        return _joined(cls).float(), _joined(patches).float()
+
+    def _runs(self, lesson: Lesson, pixels: Tensor, grid: tuple[int, int]) -> list[TeacherFeatures]:
         step = len(pixels)
         if lesson.settings.micro_batch:
             cells = grid[0] * grid[1]
             step = lesson.settings.micro_batch * (self.smallest_cells or cells) // cells or 1
-        global_grid = lesson.global_grid(grid)
-        cls, patches = [], []
-        for part in pixels.split(step):
-            found = lesson.teacher.features(part, grid)
-            patches.append(found.patches)
-            if global_grid != grid:
-                found = lesson.teacher.features(part, global_grid)
-            cls.append(found.cls)
-        return _joined(cls).float(), _joined(patches).float()
+        return [lesson.teacher.features(part, grid) for part in pixels.split(step)]
 
     @torch.no_grad()
     def targets(self, pixels: Tensor, grid: tuple[int, int]) -> list[Target]:
@@ -134,7 +142,7 @@ class Teaching:
                 *said, target.cls, target.patches, dense=self.loss.dense, mse=self.loss.mse
             )
             if target.logits is not None:
-                kl = classifier_kl(lesson.classify(said.cls), target.logits)
+                kl = classifier_kl(lesson.classify(said.cls), target.logits).mean()
                 one = one._replace(kl=kl, total=one.total + lesson.settings.kl * kl)
             losses.append(one)
         return losses

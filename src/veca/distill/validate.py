@@ -124,7 +124,7 @@ def _measure(said: Prediction, target: Target, teaching: Teaching, lesson: Lesso
     kl = agree = torch.zeros_like(cls)
     if target.logits is not None:
         logits = lesson.classify(said.cls)
-        kl = classifier_kl(logits, target.logits, reduction="none").sum(dim=-1)
+        kl = classifier_kl(logits, target.logits)
         agree = (logits.argmax(dim=-1) == target.logits.argmax(dim=-1)).float()
     return torch.stack([1 - cls, cls_mse, 1 - dense, dense_mse, loss, kl, agree]).sum(dim=1)
 

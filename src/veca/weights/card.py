@@ -76,6 +76,8 @@ def _same_network(a: VecaConfig, b: VecaConfig) -> bool:
 
 def _use(config: VecaConfig, name: str) -> str:
     budget = min(32, config.num_cores)
+    # transformers knows folders and hub ids; names are veca's own.
+    place = name if "/" in name else f"path/to/{name}"
     return f"""## Use
 
 ```python
@@ -93,8 +95,8 @@ With transformers (`pip install 'veca[hf]'`):
 import veca.integrations.transformers  # registers the classes
 from transformers import AutoImageProcessor, AutoModel
 
-processor = AutoImageProcessor.from_pretrained("{name}")
-model = AutoModel.from_pretrained("{name}")
+processor = AutoImageProcessor.from_pretrained("{place}")
+model = AutoModel.from_pretrained("{place}")
 out = model(**processor("photo.jpg", return_tensors="pt"), cores={budget})
 out.pooler_output, out.patches
 ```
