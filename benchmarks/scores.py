@@ -56,6 +56,17 @@ def control(rows: Rows) -> str:
     )
 
 
+def costs(rows: Rows) -> str:
+    """GFLOPs of one image at the sizes that the probes use."""
+    flops = {(r["backbone"], r["cores"], r["probe"]): float(r["flops"]) for r in rows if r["flops"]}
+    wanted = [p for p in PROBES if p != "pets-linear"]  # sees what 10-NN sees
+    lines = [(SMALL, "8"), (SMALL, "64"), (CONTROL, "")]
+    return table(
+        ["", "cores", *(PROBES[p][0].split(",")[0] for p in wanted)],
+        [[NAMES[n], c, *(f"{flops[n, c, p] / 1e9:.2f}" for p in wanted)] for n, c in lines],
+    )
+
+
 def budgets(rows: Rows) -> str:
     """What smaller budgets keep of the score with all cores."""
     scores = _scores(rows)
@@ -204,7 +215,9 @@ def _cosines(row: dict[str, str]) -> tuple[str, str, str]:
 def goals(rows: Rows) -> str:
     """What the weights were to reach, what they reach, and whether that is enough."""
     scores = _scores(rows)
-    cosines = [r for r in read("agreement") if (r["weights"], r["cores"]) == (SMALL, "64")]
+    cosines = [
+        r for r in read("training") if (r["run"], r["student"], r["cores"]) == ("coco-2", "", "64")
+    ]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
     about = json.loads((ROOT / "weights" / SMALL / "provenance.json").read_text(encoding="utf-8"))
     samples = about["samples_in_all"] / 1e6
@@ -235,7 +248,7 @@ def goals(rows: Rows) -> str:
         ("15 M samples for small", f"{samples:.1f} M", samples >= 15),
         (
             "CLS cosine 0.72, dense 0.62 on held-out photos (small, C = 64)",
-            "{:.3f} and {:.3f} (256 px)".format(*by_size[256]),
+            "{:.3f} and {:.3f} (256 px, its best size)".format(*by_size[256]),
             by_size[256][0] >= 0.72 and by_size[256][1] >= 0.62,
         ),
         (

@@ -156,6 +156,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "probes": ("probes", scores.probes),
     "probes-short": ("probes", scores.probes_short),
     "control": ("probes", scores.control),
+    "costs": ("probes", scores.costs),
     "budgets": ("probes", scores.budgets),
     "every-budget": ("probes", scores.every_budget),
     "agreement": ("agreement", scores.agreement),
