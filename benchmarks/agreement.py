@@ -39,37 +39,52 @@ PIXELS = 96 * 512 * 512
 """Pixels of a batch; fewer images of larger sizes."""
 
 
-AGREEMENT: dict[str, dict[str, Any]] = {
-    "--config": {"type": Path, "required": True},
-    "--data": {"required": True},
-    "--set": {"action": "append", "default": [], "metavar": "KEY=VALUE"},
-    "--weights": {"action": "append", "required": True, "metavar": "NAME=FOLDER"},
-}
-"""Options of every benchmark that compares weights with their teacher."""
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, settings in AGREEMENT.items():
-        parser.add_argument(name, **settings)
-    parser.add_argument("--images", type=int, default=512)
+    parser = options_of(__doc__, images=512)
+    add_weights(parser)
     parser.add_argument("--sizes", type=int, nargs="+", default=[192, 256, 384, 512, 768, 1024])
     parser.add_argument("--cores", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
-    named = dict(item.split("=", 1) for item in options.weights)
-    config = load_config(options.config, overrides=options.set, data=options.data)
-    world = World(device=torch.device(options.device))
+    named = named_weights(options)
+    config, world, loader = opened(options)
     teaching = open_lessons(config, world, next(iter(named.values())))
-    loader = held_out(config, options.images, world)
     rows: list[dict[str, object]] = []
     for name, folder in named.items():
         found = measure(folder, teaching, loader, world, options.sizes, options.cores)
         rows += [{"weights": name, **row} for row in found]
     write_csv("agreement", rows, options.out, device=options.device)
     print_table(rows)
+
+
+# ------------------------------------ what every benchmark on a run's held-out photos begins with
+
+
+def options_of(doc: str | None, *, images: int) -> argparse.ArgumentParser:
+    """The settings of a run, how many of its held-out photos, and where."""
+    parser = argparse.ArgumentParser(description=doc)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--images", type=int, default=images)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    return parser
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", action="append", required=True, metavar="NAME=FOLDER")
+
+
+def named_weights(options: argparse.Namespace) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in options.weights)
+
+
+def opened(options: argparse.Namespace) -> tuple[DistillConfig, World, Loader]:
+    """The settings, the device and the photos."""
+    config = load_config(options.config, overrides=options.set, data=options.data)
+    world = World(device=torch.device(options.device))
+    return config, world, held_out(config, options.images, world)
 
 
 def open_lessons(config: DistillConfig, world: World, beside: str) -> Teaching:

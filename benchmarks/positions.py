@@ -11,40 +11,29 @@ results/positions.csv.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from agreement import AGREEMENT, held_out, measure, open_lessons
+from agreement import add_weights, measure, named_weights, open_lessons, opened, options_of
 from common import print_table, write_csv
-from rows import RESULTS
 from veca import rope
-from veca.distill import load_config
-from veca.distill.parallel import World
 
 FACTORS = (0.5, 1.0, 2.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, settings in AGREEMENT.items():
-        parser.add_argument(name, **settings)
-    parser.add_argument("--images", type=int, default=64)
+    parser = options_of(__doc__, images=64)
+    add_weights(parser)
     parser.add_argument("--size", type=int, default=192)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
-    named = dict(item.split("=", 1) for item in options.weights)
-    config = load_config(options.config, overrides=options.set, data=options.data)
-    world = World(device=torch.device(options.device))
+    named = named_weights(options)
+    config, world, loader = opened(options)
     teaching = open_lessons(config, world, next(iter(named.values())))
-    loader = held_out(config, options.images, world)
     rows: list[dict[str, object]] = []
     for name, folder in named.items():
         for what in (*(str(factor) for factor in FACTORS), "shuffled"):

@@ -10,37 +10,24 @@ is none the wiser), the mean probability of the likeliest, and the variance of t
 
 from __future__ import annotations
 
-import argparse
 import math
-from pathlib import Path
 
 import torch
 
-from agreement import held_out
+from agreement import opened, options_of
 from common import print_table, write_csv
-from rows import RESULTS
-from veca.distill import load_config
-from veca.distill.parallel import World
 from veca.distill.setup import open_teachers
 
 BATCH = 32
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--data", required=True)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--images", type=int, default=256)
+    parser = options_of(__doc__, images=256)
     parser.add_argument("--sizes", type=int, nargs="+", default=[192, 224, 256, 320, 384, 512])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
 
-    config = load_config(options.config, overrides=options.set, data=options.data)
-    world = World(device=torch.device(options.device))
+    config, world, loader = opened(options)
     teacher = open_teachers(config, world).lessons[0].teacher
-    loader = held_out(config, options.images, world)
     rows: list[dict[str, object]] = []
     for size in options.sizes:
         grid = teacher.grid_for(size)

@@ -34,7 +34,7 @@ from veca.distill.cohort import Cohort
 from veca.distill.ema import WeightAverage
 from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
-from veca.distill.setup import open_data, open_teachers
+from veca.distill.setup import open_data
 from veca.errors import OutputError, VecaError
 from veca.teachers import CallableTeacher, TeacherError, read_dense_vit
 from veca.weights import read_provenance
@@ -473,60 +473,6 @@ def test_validation_asks_the_teachers_classifier_too(tmp_path) -> None:
         assert row["kl"] == pytest.approx(float(kl), abs=1e-5)
         assert row["agree"] == pytest.approx(float(agree), abs=1e-6)
     assert len(rows) > 1
-
-
-def test_the_global_feature_at_a_size_of_its_own() -> None:
-    """The targets are those of two passes of the teacher, one for each feature."""
-    asked = []
-
-    def brightest(images):
-        asked.append(tuple(images.shape[-2:]))
-        return nn.functional.max_pool2d(images, 16)
-
-    teacher = CallableTeacher(brightest, width=3, stride=16, name="colours")
-    table = {"name": "colours", "global_size": 48}
-    config = settings(teachers=[table], data={"hold_out": 6})
-    teaching = open_teachers(config, World(), [teacher])
-    pixels = torch.rand(4, 3, 64, 64)
-    (target,) = teaching.targets(pixels, (2, 2))
-    assert teaching.image_size((2, 2)) == (48, 48)  # the larger of both
-    assert teaching.image_size((4, 4)) == (64, 64)
-    assert torch.equal(target.patches, teacher.features(pixels, (2, 2)).patches)
-    assert torch.equal(target.cls, teacher.features(pixels, (3, 3)).cls)
-    assert not torch.equal(target.cls, teacher.features(pixels, (2, 2)).cls)
-    asked.clear()
-    teaching.targets(pixels, (3, 3))
-    assert asked == [(48, 48)]  # one pass serves both where the sizes agree
-    asked.clear()
-    (parts,) = open_teachers(
-        settings(teachers=[{**table, "micro_batch": 1}], data={"hold_out": 6}), World(), [teacher]
-    ).targets(pixels, (2, 2))
-    assert torch.allclose(parts.cls, target.cls) and torch.allclose(parts.patches, target.patches)
-    assert asked == [(32, 32)] * 4 + [(48, 48)] * 4
-
-
-def test_a_pass_of_the_same_pixels_serves_both_and_larger_ones_are_split() -> None:
-    seen = []
-
-    def brightest(images):
-        seen.append((len(images), images.shape[-1]))
-        return nn.functional.max_pool2d(images, 16)
-
-    fixed = CallableTeacher(brightest, width=3, stride=16, name="colours", sizes=[(48, 48)])
-    table = {"name": "colours", "global_size": 48}
-    config = settings(teachers=[table], data={"hold_out": 6})
-    pixels = torch.rand(4, 3, 48, 48)
-    open_teachers(config, World(), [fixed]).targets(pixels, (1, 1))
-    assert seen == [(4, 48)]  # a grid of 1 x 1 is seen at 48 pixels as well
-    free = CallableTeacher(brightest, width=3, stride=16, name="colours")
-    config = settings(
-        teachers=[{**table, "global_size": 64, "micro_batch": 4}], data={"hold_out": 6}
-    )
-    teaching = open_teachers(config, World(), [free])
-    teaching.smallest_cells = 4
-    seen.clear()
-    teaching.targets(pixels, (2, 2))
-    assert seen == [(4, 32), *[(1, 64)] * 4]
 
 
 def test_a_scale_of_another_global_size_is_refused(tmp_path) -> None:

@@ -14,6 +14,7 @@ from veca.distill.losses import classifier_kl, cosine_distance
 from veca.distill.parallel import World
 from veca.distill.student import Prediction, Student
 from veca.distill.teaching import Lesson, Target, Teaching
+from veca.model import evaluating
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -46,15 +47,9 @@ def validate(
     Args:
         batches: images at once at each size, over all ranks.
     """
-    was_training = student.training
-    student.eval()
-    # As it is, not compiled: every budget, size and last batch would be compiled for a few runs.
-    compiled = [(block, block._compiled_call_impl) for block in student.blocks()]
-    for block, _ in compiled:
-        block._compiled_call_impl = None
     patch = student.backbone.config.patch_size
     rows = []
-    try:
+    with evaluating(student), _uncompiled(student):
         for size in sizes:
             grid = (size // patch, size // patch)
             # Apple's GPUs have no float64.
@@ -81,11 +76,20 @@ def validate(
                 for budget, by_teacher in zip(budgets, means, strict=True)
                 for j, values in enumerate(by_teacher)
             ]
+    return rows
+
+
+@contextlib.contextmanager
+def _uncompiled(student: Student) -> Iterator[None]:
+    """The student as it is: every budget, size and last batch would be compiled for a few runs."""
+    compiled = [(block, block._compiled_call_impl) for block in student.blocks()]
+    for block, _ in compiled:
+        block._compiled_call_impl = None
+    try:
+        yield
     finally:
-        student.train(was_training)
         for block, call in compiled:
             block._compiled_call_impl = call
-    return rows
 
 
 def mean_loss(rows: Sequence[dict[str, Any]], teaching: Teaching) -> float:
