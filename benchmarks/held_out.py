@@ -1,0 +1,40 @@
+"""The photos a run held out, as a folder: to judge short runs on a part of its data.
+
+    PYTHONPATH=src python benchmarks/held_out.py --config configs/coco-stage1.toml \
+        --data COCO/packed --after 33398 --out COCO/held-out
+
+With `--after N` only those beyond the first N photos of the data, so that a run on the first N
+trains on none of them. File names are places in the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from veca.data import hold_out, open_source
+from veca.distill import load_config
+from veca.files import atomic_write
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--after", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    config, source = load_config(options.config).data, open_source(options.data)
+    _, held = hold_out(len(source), config.hold_out, seed=config.split_seed)
+    chosen = [place for place in held if place >= options.after]
+    options.out.mkdir(parents=True, exist_ok=True)
+    for place in chosen:
+        suffix = Path(source.name(place)).suffix
+        with atomic_write(options.out / f"{place:06d}{suffix}") as file:
+            file.write(source.read(place))
+    print(f"{len(chosen)} of {len(held)} held-out photos, in {options.out}")
+
+
+if __name__ == "__main__":
+    main()
