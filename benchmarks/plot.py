@@ -93,7 +93,7 @@ LINES = {TEACHER: ("#009E73", ":"), CONTROL: ("black", "--")}
 
 def budget_plot() -> None:
     """Every probe against the budget: the students' curves, the others' levels."""
-    rows = read("probes")
+    rows = [*read("probes"), *(r for r in read("control") if r["backbone"] == CONTROL)]
     figure = Figure(figsize=(14, 3.3), layout="constrained")
     for axis, (probe, (title, metric)) in zip(
         figure.subplots(1, len(PROBES)), PROBES.items(), strict=True

@@ -13,10 +13,10 @@ Rows = list[dict[str, str]]
 
 
 def read(source: str) -> Rows:
-    """The rows of a results file, or of all in a folder with its name as `probe`."""
+    """The rows of a results file, or of all below a folder, with its folder's name as `probe`."""
     if not (RESULTS / source).is_dir():
         return _rows(RESULTS / f"{source}.csv")
-    files = sorted((RESULTS / source).glob("*/results.csv"))
+    files = sorted((RESULTS / source).glob("**/results.csv"))
     return [{**row, "probe": file.parent.name} for file in files for row in _rows(file)]
 
 

@@ -155,10 +155,10 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "cpu": ("cpu", cpu),
     "probes": ("probes", scores.probes),
     "probes-short": ("probes", scores.probes_short),
-    "control": ("probes", scores.control),
-    "costs": ("probes", scores.costs),
+    "control": ("control", scores.control),
+    "costs": ("control", scores.costs),
+    "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
-    "every-budget": ("probes", scores.every_budget),
     "agreement": ("agreement", scores.agreement),
     "goals": ("probes", scores.goals),
     "positions": ("positions", scores.positions),
@@ -166,6 +166,9 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "teacher-sizes": ("teacher_sizes", scores.teacher_sizes),
     "stage-1": ("training", scores.stage_1),
     "stage-2": ("training", scores.stage_2),
+    "search": ("training", scores.search),
+    "stage-1-longer": ("training", scores.stage_1_longer),
+    "stage-2-longer": ("training", scores.stage_2_longer),
 }
 """Name -> the results file, or the folder of them, and what makes the table."""
 

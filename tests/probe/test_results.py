@@ -9,13 +9,19 @@ import pytest
 from veca.probe import load_protocol, read_run
 from veca.probe.protocol import from_dict
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "results" / "probes"
-RESULTS = sorted(FOLDER.glob("*/results.json"))
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+RESULTS = sorted(
+    path for kind in ("probes", "control") for path in (FOLDER / kind).glob("**/results.json")
+)
+
+
+def _name(path: Path) -> str:
+    return path.parent.relative_to(FOLDER).as_posix()
 
 
 @pytest.mark.skipif(not RESULTS, reason="no results beside these tests")
 class TestKept:
-    @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+    @pytest.mark.parametrize("path", RESULTS, ids=_name)
     def test_whole_and_public(self, path):
         run = read_run(path)
         assert run.command.startswith(f"veca probe {run.task} ") and run.rows
@@ -30,7 +36,7 @@ class TestKept:
             for word in ("/home/", "/work", "/tmp", "/root"):
                 assert word not in text, f"{file.name} holds {word}"
 
-    @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+    @pytest.mark.parametrize("path", RESULTS, ids=_name)
     def test_other_code_found_the_same(self, path):
         for row in read_run(path).rows:
             found = row.details.get("verified", {})
@@ -41,7 +47,7 @@ class TestKept:
             for one in (found, *(v for v in found.values() if isinstance(v, dict))):
                 assert one.get("equal_predictions", 1.0) > 0.999
 
-    @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+    @pytest.mark.parametrize("path", RESULTS, ids=_name)
     def test_the_teacher_is_a_row(self, path):
         run = read_run(path)
         teachers = [row for row in run.rows if row.role == "teacher"]
