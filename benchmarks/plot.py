@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rows import read
-from scores import CONTROL, NAMES, PROBES, SMALL, TEACHER, TINY
+from scores import CONTROL, NAMES, PROBES, SMALL, TEACHER, TINY, samples_seen
 from veca.files import atomic_write
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
@@ -103,12 +103,10 @@ def budget_plot() -> None:
         for name, colour in STUDENTS.items():
             points = [(int(r["cores"]), scale * float(r[metric])) for r in mine
                       if r["backbone"] == name]  # fmt: skip
-            axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=NAMES[name])
+            axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=_labelled(name))
+        levels = {r["backbone"]: scale * float(r[metric]) for r in mine}
         for name, (colour, style) in LINES.items():
-            for r in mine:
-                if r["backbone"] == name:
-                    level = scale * float(r[metric])
-                    axis.axhline(level, color=colour, linestyle=style, label=NAMES[name])
+            axis.axhline(levels[name], color=colour, linestyle=style, label=_labelled(name))
         axis.set_title(title + (", less is better" if metric == "rmse" else ""), fontsize=10)
         axis.set_xticks([8, 16, 32, 48, 64])
         axis.set_xlabel("cores")
@@ -116,6 +114,11 @@ def budget_plot() -> None:
     # Between the students and the teacher, where nothing is.
     figure.axes[0].legend(fontsize=8, loc="center right", bbox_to_anchor=(1, 0.72))
     save(figure, "results-budget.png")
+
+
+def _labelled(name: str) -> str:
+    seen = "" if name == TEACHER else f", {samples_seen(name):.1f} M samples"
+    return f"{NAMES[name]}{seen}"
 
 
 def size_plot() -> None:

@@ -59,7 +59,7 @@ def control(rows: Rows) -> str:
     """VECA-small's share of the dense ViT's scores: after the same steps, and as it is shipped."""
     beside, shipped = _scores(rows), _scores(read("probes"))
     lines = []
-    for samples, scores in ((_samples_control(), beside), (_samples(SMALL), shipped)):
+    for samples, scores in ((samples_seen(CONTROL), beside), (samples_seen(SMALL), shipped)):
         for cores in BUDGETS:
             shares = (
                 _ratio(probe, scores[SMALL, cores, probe], beside[CONTROL, "", probe])
@@ -75,7 +75,7 @@ def gains(rows: Rows) -> str:
     before, now = _scores(read("control")), _scores(rows)
     lines = []
     for name in (SMALL, TINY):
-        for samples, scores in ((_samples_control(), before), (_samples(name), now)):
+        for samples, scores in ((samples_seen(CONTROL), before), (samples_seen(name), now)):
             found = (_score(probe, scores[name, "64", probe]) for probe in PROBES)
             lines.append([NAMES[name], f"{samples:.1f} M", *found])
     return table(["", "samples", *(title for title, _ in PROBES.values())], lines)
@@ -119,16 +119,13 @@ def _ratio(probe: str, ours: float, theirs: float) -> float:
     return theirs / ours if PROBES[probe][1] == "rmse" else ours / theirs
 
 
-def _samples_control() -> float:
-    """Millions that each student of the controlled experiment saw, in both stages."""
-    seen: dict[str, int] = {}
-    for row in read("training"):
-        seen[row["run"]] = max(seen.get(row["run"], 0), int(row["samples"]))
-    return (seen["coco-1"] + seen["coco-2"]) / 1e6
-
-
-def _samples(name: str) -> float:
-    """Millions that shipped weights saw, by their provenance."""
+def samples_seen(name: str) -> float:
+    """In millions; of shipped weights by their provenance, of the experiment's by its runs."""
+    if name in (CONTROL, SMALL_CONTROL):
+        seen: dict[str, int] = {}
+        for row in read("training"):
+            seen[row["run"]] = max(seen.get(row["run"], 0), int(row["samples"]))
+        return (seen["coco-1"] + seen["coco-2"]) / 1e6
     places = (ROOT / "weights" / name, ROOT / "src" / "veca" / "assets" / "weights" / name)
     folder = next(place for place in places if place.is_dir())
     about = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
@@ -288,7 +285,7 @@ def goals(rows: Rows) -> str:
     scores, beside = _scores(rows), _scores(read("control"))
     cosines = [r for r in read("training") if (r["run"], r["cores"]) == ("small-2", "64")]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
-    samples = _samples(SMALL)
+    samples = samples_seen(SMALL)
     knn, linear = (scores[SMALL, "64", p] for p in ("pets-knn", "pets-linear"))
     gaps = [scores[SMALL, "64", p] - scores[TINY, "64", p] for p in ("pets-knn", "pets-linear")]
     kept = {
@@ -344,7 +341,7 @@ def goals(rows: Rows) -> str:
         ),
         (
             "VECA-small at C = 64 keeps 97 % of the dense control, "
-            f"both after {_samples_control():.1f} M samples",
+            f"both after {samples_seen(CONTROL):.1f} M samples",
             "; ".join(f"{title} {100 * share:.1f} %" for title, share in shares.items()),
             min(shares.values()) >= 0.97,
         ),
