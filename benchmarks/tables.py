@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import learning
 import scores
 from rows import ROOT, Rows, number, read, table
 from veca.files import atomic_write_text
@@ -159,16 +160,16 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "costs": ("control", scores.costs),
     "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
-    "agreement": ("agreement", scores.agreement),
+    "agreement": ("agreement", learning.agreement),
     "goals": ("probes", scores.goals),
-    "positions": ("positions", scores.positions),
-    "routing": ("routing", scores.routing),
-    "teacher-sizes": ("teacher_sizes", scores.teacher_sizes),
-    "stage-1": ("training", scores.stage_1),
-    "stage-2": ("training", scores.stage_2),
-    "search": ("training", scores.search),
-    "stage-1-longer": ("training", scores.stage_1_longer),
-    "stage-2-longer": ("training", scores.stage_2_longer),
+    "positions": ("positions", learning.positions),
+    "routing": ("routing", learning.routing),
+    "teacher-sizes": ("teacher_sizes", learning.teacher_sizes),
+    "stage-1": ("training", learning.stage_1),
+    "stage-2": ("training", learning.stage_2),
+    "search": ("training", learning.search),
+    "stage-1-longer": ("training", learning.stage_1_longer),
+    "stage-2-longer": ("training", learning.stage_2_longer),
 }
 """Name -> the results file, or the folder of them, and what makes the table."""
 

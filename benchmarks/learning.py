@@ -1,0 +1,143 @@
+"""Tables of how the weights learnt: recipes, stages, agreement with the teacher, positions."""
+
+from __future__ import annotations
+
+from rows import Rows, table
+from scores import CONTROL, NAMES, SMALL, TINY
+
+
+def agreement(rows: Rows) -> str:
+    columns = [(SMALL, "8"), (SMALL, "64"), (TINY, "8"), (TINY, "64"), (CONTROL, "")]
+    found = {(r["weights"], r["cores"], r["size"]): r for r in rows}
+    return table(
+        ["pixels", *(f"{NAMES[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
+        [
+            [
+                size,
+                *(
+                    " / ".join(
+                        f"{float(found[n, c, size][k]):.3f}" for k in ("cls_cos", "dense_cos")
+                    )
+                    for n, c in columns
+                ),
+            ]
+            for size in dict.fromkeys(r["size"] for r in rows)
+        ],
+    )
+
+
+def positions(rows: Rows) -> str:
+    names = list(dict.fromkeys(r["weights"] for r in rows))
+    found = {(r["weights"], r["coordinates"]): r for r in rows}
+    return table(
+        ["coordinates of the patches", *(NAMES[name] for name in names)],
+        [
+            [
+                what if what == "shuffled" else f"x {float(what):g}",
+                *(" / ".join(_cosines(found[name, what])[:2]) for name in names),
+            ]
+            for what in dict.fromkeys(r["coordinates"] for r in rows)
+        ],
+    )
+
+
+def routing(rows: Rows) -> str:
+    """The dense cosine at the last step, of every seed."""
+    last = max(rows, key=lambda r: int(r["step"]))["step"]
+    rows = [r for r in rows if r["step"] == last]
+    seeds = list(dict.fromkeys(r["seed"] for r in rows))
+    found = {(r["student"], r["cores"], r["seed"]): r for r in rows}
+    return table(
+        ["", "cores", *(f"seed {seed}" for seed in seeds)],
+        [
+            [name, cores, *(f"{float(found[name, cores, s]['dense_cos']):.3f}" for s in seeds)]
+            for name, cores in dict.fromkeys((r["student"], r["cores"]) for r in rows)
+        ],
+    )
+
+
+def teacher_sizes(rows: Rows) -> str:
+    return table(
+        ["pixels", "entropy of its classes, nats", "likeliest class", "variance of the feature"],
+        [
+            [r["size"], *(f"{float(r[k]):.2f}" for k in ("entropy", "likeliest")),
+             f"{float(r['variance']):.0f}"]
+            for r in rows
+        ],
+    )  # fmt: skip
+
+
+def stage_1(rows: Rows) -> str:
+    """The first stage of all three students, as it went."""
+    return _stage(rows, {"small": ("coco-1", ""), "tiny": ("coco-1", "tiny"), **_BESIDE}, "samples")
+
+
+def stage_2(rows: Rows) -> str:
+    """The same after the second stage, by size."""
+    beside = {name: ("coco-2", student) for name, (_, student) in _BESIDE.items()}
+    return _stage(rows, {"small": ("coco-2", ""), "tiny": ("coco-2", "tiny"), **beside}, "size")
+
+
+def stage_1_longer(rows: Rows) -> str:
+    return _stage(rows, {"small": ("small-1", ""), "tiny": ("tiny-1", "")}, "samples")
+
+
+def stage_2_longer(rows: Rows) -> str:
+    return _stage(rows, {"small": ("small-2", ""), "tiny": ("tiny-2", "")}, "size")
+
+
+_BESIDE = {"dense control": ("coco-1", "dense")}
+
+
+def _stage(rows: Rows, students: dict[str, tuple[str, str]], by: str) -> str:
+    """Cosines and agreement of students, each a run and a name in it, by samples or by size."""
+    found = {(r["run"], r["student"], r[by], r["cores"]): r for r in rows}
+    columns, titles = [], []
+    for name, of in students.items():
+        budgets = ("64",) if name == "dense control" else ("8", "64")
+        columns += [(*of, cores) for cores in budgets]
+        titles += [name] if len(budgets) == 1 else [f"{name}, C = 8", "C = 64"]
+    runs = {run for run, _ in students.values()}
+    places = sorted({int(r[by]) for r in rows if r["run"] in runs})
+    lines = []
+    for place in places:
+        line = [str(place) if by == "size" else f"{place / 1e6:.2f} M"]
+        for run, student, cores in columns:
+            row = found.get((run, student, str(place), cores))
+            line.append(" / ".join(_cosines(row)) if row else "")
+        lines.append(line)
+    return table(["px" if by == "size" else by, *titles], lines)
+
+
+SEARCH = {
+    "nothing: the weights it starts from": ("search-start", ""),
+    "coordinates left alone": ("search-a", ""),
+    "coordinates stretched, as published": ("search-a", "stretched"),
+    "left alone, AdamW x 0.3": ("search-b", ""),
+    "left alone, AdamW x 0.1": ("search-b", "adamw-less"),
+    "left alone, learning rate x 0.5": ("search-a", "slower"),
+    "left alone, mixup 0.3 and cutmix 0.3": ("search-mixed", ""),
+    "left alone, KL x 2": ("search-kl1", ""),
+    "left alone, the paper's crops and TrivialAugment": ("search-trivial", ""),
+    "left alone, a quarter of the batch": ("search-quarter", ""),
+}
+
+
+def search(rows: Rows) -> str:
+    found = {(r["run"], r["student"], r["cores"]): r for r in rows}
+    return table(
+        ["what is done for 250 steps", "C = 8", "C = 64"],
+        [
+            [what, *(" / ".join(_cosines(found[run, student, c])) for c in ("8", "64"))]
+            for what, (run, student) in SEARCH.items()
+        ],
+        align="---",
+    )
+
+
+def _cosines(row: dict[str, str]) -> tuple[str, str, str]:
+    return (
+        f"{float(row['cls_cos']):.3f}",
+        f"{float(row['dense_cos']):.3f}",
+        f"{100 * float(row['agree']):.0f} %",
+    )
