@@ -5,7 +5,8 @@
 
 Teacher, data and split are the settings' of a run of `veca distill`; the photos are the first
 `--images` of those it holds out. Scales of the targets come from `targets.safetensors` beside the
-first weights. Writes results/agreement.csv: a row for each network, size and budget.
+first weights. Writes results/agreement.csv: a row for each network, size and budget; rows of
+weights that are not named again are kept.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from common import print_table, write_csv
 from rows import RESULTS
 from veca.data import AugmentConfig, InMemoryImages, Loader
 from veca.data.decode import EncodedImage, shaped
+from veca.dense import DenseVit
 from veca.distill import DistillConfig, load_config
 from veca.distill.parallel import World
 from veca.distill.setup import open_data, open_teachers
 from veca.distill.standardise import find_targets
 from veca.distill.student import Student, load_backbone
-from veca.distill.teaching import Teaching
-from veca.distill.validate import validate
+from veca.distill.validate import Examined, validate
 from veca.images import normalize
 from veca.teachers import read_dense_vit
 from veca.teachers.ours import is_dense_vit
@@ -46,14 +47,8 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[8, 16, 32, 64])
     options = parser.parse_args()
 
-    named = named_weights(options)
-    config, world, loader = opened(options)
-    teaching = open_lessons(config, world, next(iter(named.values())))
-    rows: list[dict[str, object]] = []
-    for name, folder in named.items():
-        found = measure(folder, teaching, loader, world, options.sizes, options.cores)
-        rows += [{"weights": name, **row} for row in found]
-    write_csv("agreement", rows, options.out, device=options.device)
+    rows = Jury(options).rows(options.sizes, options.cores)
+    write_csv("agreement", rows, options.out, device=options.device, key="weights")
     print_table(rows)
 
 
@@ -76,10 +71,6 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", action="append", required=True, metavar="NAME=FOLDER")
 
 
-def named_weights(options: argparse.Namespace) -> dict[str, str]:
-    return dict(item.split("=", 1) for item in options.weights)
-
-
 def opened(options: argparse.Namespace) -> tuple[DistillConfig, World, Loader]:
     """The settings, the device and the photos."""
     config = load_config(options.config, overrides=options.set, data=options.data)
@@ -87,54 +78,76 @@ def opened(options: argparse.Namespace) -> tuple[DistillConfig, World, Loader]:
     return config, world, held_out(config, options.images, world)
 
 
-def open_lessons(config: DistillConfig, world: World, beside: str) -> Teaching:
-    """The settings' teachers, with the scales of the targets that lie beside some weights."""
-    teaching = open_teachers(config, world)
-    if len(teaching.lessons) > 1:
-        raise SystemExit("one teacher at a time: heads of further ones are not measured here.")
-    for lesson in teaching.lessons:
+class Jury:
+    """A run's teacher and held-out photos, and the networks of `--weights` that they judge."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        folders = dict(item.split("=", 1) for item in options.weights)
+        config, self.world, self.loader = opened(options)
+        self.teaching = open_teachers(config, self.world)
+        if len(self.teaching.lessons) > 1:
+            raise SystemExit("one teacher at a time: heads of further ones are not measured here.")
+        lesson = self.teaching.lessons[0]
         if lesson.settings.standardise:
+            beside = next(iter(folders.values()))
             found = find_targets([lesson.name], [lesson.widths], beside)
-            teaching.set_statistics(found, world.device)
-    return teaching
+            self.teaching.set_statistics(found, self.world.device)
+        self.students = {name: self._student(folder) for name, folder in folders.items()}
+
+    def _student(self, folder: str) -> Student:
+        dense = is_dense_vit(Path(folder))
+        backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
+        widths = [lesson.widths for lesson in self.teaching.lessons]
+        return Student(backbone.float(), widths).to(self.world.device)
+
+    def rows(
+        self, sizes: Sequence[int], cores: Sequence[int], **about: object
+    ) -> list[dict[str, object]]:
+        """The rows of all networks, with `about` in each; a dense one has no budget."""
+        found = validate(
+            [self._examined(student, cores) for student in self.students.values()],
+            self.teaching,
+            self.loader,
+            sizes=sizes,
+            batches={size: max(1, PIXELS // size**2) for size in sizes},
+            world=self.world,
+        )
+        images = self.loader.samples
+        return [
+            {"weights": name, **about, "images": images, **row, **_blank(self.students[name])}
+            for name, rows in zip(self.students, found, strict=True)
+            for row in rows
+        ]
+
+    def _examined(self, student: Student, cores: Sequence[int]) -> Examined:
+        architecture = student.backbone.config
+        mean, std = architecture.image_mean, architecture.image_std
+        return Examined(
+            student,
+            cores[-1:] if _blank(student) else cores,
+            lambda pixels: normalize(pixels, mean, std),
+            lambda: _precision(self.world.device),
+        )
 
 
-def measure(
-    folder: str,
-    teaching: Teaching,
-    loader: Loader,
-    world: World,
-    sizes: Sequence[int],
-    cores: Sequence[int],
-) -> list[dict[str, Any]]:
-    """The rows of one network; a dense one has no budget."""
-    dense = is_dense_vit(Path(folder))
-    backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
-    student = Student(backbone.float(), [x.widths for x in teaching.lessons]).to(world.device)
-    architecture = backbone.config
-    found = validate(
-        student,
-        teaching,
-        loader,
-        sizes=sizes,
-        budgets=cores[-1:] if dense else cores,
-        batches={size: max(1, PIXELS // size**2) for size in sizes},
-        normalise=lambda pixels: normalize(pixels, architecture.image_mean, architecture.image_std),
-        world=world,
-        autocast=lambda: _precision(world.device),
-    )
-    blank = {"cores": ""} if dense else {}
-    return [{"images": loader.samples, **row, **blank} for row in found]
+def _blank(student: Student) -> dict[str, str]:
+    """What a row of a network without budgets says of them."""
+    return {"cores": ""} if isinstance(student.backbone, DenseVit) else {}
+
+
+def held_out_places(config: DistillConfig) -> tuple[Any, Sequence[int]]:
+    """The images that runs with these settings validate on: their source, and places in it."""
+    data = open_data(dataclasses.replace(config.data, in_memory=False), World())
+    if data.validation is None:
+        raise SystemExit("these settings hold no images out; set data.hold_out.")
+    everything = range(len(data.validation))
+    return data.validation, everything if data.validation_subset is None else data.validation_subset
 
 
 def held_out(config: DistillConfig, count: int, world: World) -> Loader:
     """The first of the photos that runs with these settings hold out; only those are decoded."""
-    about = dataclasses.replace(config.data, in_memory=False)
-    data = open_data(about, World())
-    if data.validation is None:
-        raise SystemExit("these settings hold no images out; set data.hold_out.")
-    source = data.validation
-    held = data.validation_subset if data.validation_subset is not None else range(len(source))
+    about = config.data
+    source, held = held_out_places(config)
     places = np.asarray(held[:count])
     if isinstance(source, InMemoryImages):
         pixels = source.images[torch.from_numpy(places)].numpy()

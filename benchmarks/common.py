@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rows import RESULTS
+from rows import RESULTS, others
 from veca.bench import Plan, machine, take_turns
 from veca.files import atomic_write
 from veca.memory import peak_tensor_memory
@@ -64,15 +64,25 @@ def matmul_rate() -> float:
 
 
 def write_csv(
-    name: str, rows: Sequence[Mapping[str, object]], folder: Path = RESULTS, *, device: str = "cuda"
+    name: str,
+    rows: Sequence[Mapping[str, object]],
+    folder: Path = RESULTS,
+    *,
+    device: str = "cuda",
+    key: str = "",
 ) -> Path:
-    """Rows with the facts of the machine that `device` is in beside them, as results/NAME.csv."""
+    """Rows with the facts of the machine that `device` is in beside them, as results/NAME.csv.
+
+    With `key`, rows of the file in which that column has another value are kept, with their facts.
+    """
     facts = asdict(machine(device))
     columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
     path = folder / f"{name}.csv"
+    kept = others(path, key, rows) if key else []
     with atomic_write(path, "w") as file:
         table = csv.DictWriter(file, columns, lineterminator="\n", restval="")
         table.writeheader()
+        table.writerows(kept)
         for row in rows:
             cells = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
             table.writerow({**cells, **facts})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from veca.data import hold_out, open_source
+from agreement import held_out_places
 from veca.distill import load_config
 from veca.files import atomic_write
 
@@ -25,8 +25,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
-    config, source = load_config(options.config).data, open_source(options.data)
-    _, held = hold_out(len(source), config.hold_out, seed=config.split_seed)
+    source, held = held_out_places(load_config(options.config, data=options.data))
     chosen = [place for place in held if place >= options.after]
     options.out.mkdir(parents=True, exist_ok=True)
     for place in chosen:

@@ -14,12 +14,7 @@ def agreement(rows: Rows) -> str:
         [
             [
                 size,
-                *(
-                    " / ".join(
-                        f"{float(found[n, c, size][k]):.3f}" for k in ("cls_cos", "dense_cos")
-                    )
-                    for n, c in columns
-                ),
+                *(" / ".join(_cosines(found[n, c, size])[:2]) for n, c in columns),
             ]
             for size in dict.fromkeys(r["size"] for r in rows)
         ],
@@ -69,13 +64,17 @@ def teacher_sizes(rows: Rows) -> str:
 
 def stage_1(rows: Rows) -> str:
     """The first stage of all three students, as it went."""
-    return _stage(rows, {"small": ("coco-1", ""), "tiny": ("coco-1", "tiny"), **_BESIDE}, "samples")
+    return _stage(rows, _together("coco-1"), "samples")
 
 
 def stage_2(rows: Rows) -> str:
     """The same after the second stage, by size."""
-    beside = {name: ("coco-2", student) for name, (_, student) in _BESIDE.items()}
-    return _stage(rows, {"small": ("coco-2", ""), "tiny": ("coco-2", "tiny"), **beside}, "size")
+    return _stage(rows, _together("coco-2"), "size")
+
+
+def _together(run: str) -> dict[str, tuple[str, str]]:
+    """The students of the controlled experiment."""
+    return {"small": (run, ""), "tiny": (run, "tiny"), NAMES[CONTROL]: (run, "dense")}
 
 
 def stage_1_longer(rows: Rows) -> str:
@@ -86,15 +85,12 @@ def stage_2_longer(rows: Rows) -> str:
     return _stage(rows, {"small": ("small-2", ""), "tiny": ("tiny-2", "")}, "size")
 
 
-_BESIDE = {"dense control": ("coco-1", "dense")}
-
-
 def _stage(rows: Rows, students: dict[str, tuple[str, str]], by: str) -> str:
     """Cosines and agreement of students, each a run and a name in it, by samples or by size."""
     found = {(r["run"], r["student"], r[by], r["cores"]): r for r in rows}
     columns, titles = [], []
     for name, of in students.items():
-        budgets = ("64",) if name == "dense control" else ("8", "64")
+        budgets = ("64",) if name == NAMES[CONTROL] else ("8", "64")
         columns += [(*of, cores) for cores in budgets]
         titles += [name] if len(budgets) == 1 else [f"{name}, C = 8", "C = 64"]
     runs = {run for run, _ in students.values()}

@@ -6,7 +6,7 @@
 In training the patches' coordinates are shifted and stretched at random, those of the cores are
 not. Here the patches' are multiplied by a factor, or dealt out anew among the patches, and the
 cosines to the teacher are measured again on photos that the settings hold out. Writes
-results/positions.csv.
+results/positions.csv; rows of weights that are not named again are kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from agreement import add_weights, measure, named_weights, open_lessons, opened, options_of
+from agreement import Jury, add_weights, options_of
 from common import print_table, write_csv
 from veca import rope
 
@@ -31,16 +31,11 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=192)
     options = parser.parse_args()
 
-    named = named_weights(options)
-    config, world, loader = opened(options)
-    teaching = open_lessons(config, world, next(iter(named.values())))
-    rows: list[dict[str, object]] = []
-    for name, folder in named.items():
-        for what in (*(str(factor) for factor in FACTORS), "shuffled"):
-            with _coordinates(what):
-                found = measure(folder, teaching, loader, world, [options.size], [64])
-            rows += [{"weights": name, "coordinates": what, **row} for row in found]
-    write_csv("positions", rows, options.out, device=options.device)
+    jury, rows = Jury(options), []
+    for what in (*(str(factor) for factor in FACTORS), "shuffled"):
+        with _coordinates(what):
+            rows += jury.rows([options.size], [64], coordinates=what)
+    write_csv("positions", rows, options.out, device=options.device, key="weights")
     print_table(rows)
 
 

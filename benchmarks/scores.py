@@ -7,10 +7,10 @@ small, tiny and a dense ViT learnt in the same steps, in results/control.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 
-from rows import ROOT, Rows, read, table
+from rows import Rows, read, table
+from veca.weights import read_provenance
 
 PROBES = {
     "pets-knn": ("Pets, 10-NN %", "top1"),
@@ -22,6 +22,7 @@ PROBES = {
 """Folder of the results -> what its column is called, and its score."""
 EVERY_BUDGET = ("8", "16", "24", "32", "40", "48", "56", "64")
 BUDGETS = ("8", "16", "32", "64")
+CLASSIFICATION = ("pets-knn", "pets-linear")
 SMALL, TINY, CONTROL = "veca_small_patch16", "veca_tiny_patch16", "dense_vit_small"
 TEACHER, SMALL_CONTROL = "efficientnet-lite2", "veca_small_control"
 NAMES = {
@@ -122,15 +123,12 @@ def _ratio(probe: str, ours: float, theirs: float) -> float:
 
 def samples_seen(name: str) -> float:
     """In millions; of shipped weights by their provenance, of the experiment's by its runs."""
-    if name in (CONTROL, SMALL_CONTROL):
+    if name == CONTROL:
         seen: dict[str, int] = {}
         for row in read("training"):
             seen[row["run"]] = max(seen.get(row["run"], 0), int(row["samples"]))
         return (seen["coco-1"] + seen["coco-2"]) / 1e6
-    places = (ROOT / "weights" / name, ROOT / "src" / "veca" / "assets" / "weights" / name)
-    folder = next(place for place in places if place.is_dir())
-    about = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-    return float(about["samples_in_all"]) / 1e6
+    return float(read_provenance(name)["samples_in_all"]) / 1e6
 
 
 def _plain(title: str) -> str:
@@ -150,17 +148,17 @@ def goals(rows: Rows) -> str:
     cosines = [r for r in read("training") if (r["run"], r["cores"]) == ("small-2", "64")]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
     samples = samples_seen(SMALL)
-    knn, linear = (scores[SMALL, "64", p] for p in ("pets-knn", "pets-linear"))
-    gaps = [scores[SMALL, "64", p] - scores[TINY, "64", p] for p in ("pets-knn", "pets-linear")]
+    knn, linear = (scores[SMALL, "64", p] for p in CLASSIFICATION)
+    gaps = [scores[SMALL, "64", p] - scores[TINY, "64", p] for p in CLASSIFICATION]
     kept = {
-        name: [scores[name, "8", p] / scores[name, "64", p] for p in ("pets-knn", "pets-linear")]
+        name: [scores[name, "8", p] / scores[name, "64", p] for p in CLASSIFICATION]
         for name in (SMALL, TINY)
     }
     rising = [
         (NAMES[name], title.split(",")[0], _rises(scores, name, probe, metric))
         for name in (SMALL, TINY)
         for probe, (title, metric) in PROBES.items()
-        if probe not in ("pets-knn", "pets-linear")
+        if probe not in CLASSIFICATION
     ]
     shares = {
         _plain(title): _ratio(probe, beside[SMALL, "64", probe], beside[CONTROL, "", probe])
@@ -222,7 +220,7 @@ def goals(rows: Rows) -> str:
     )
 
 
-def _rises(scores: dict[tuple[str, str, str], float], name: str, probe: str, metric: str) -> bool:
+def _rises(scores: Scores, name: str, probe: str, metric: str) -> bool:
     steps = [scores[name, cores, probe] for cores in BUDGETS]
     steps = [-x for x in steps] if metric == "rmse" else steps
     return all(a < b for a, b in itertools.pairwise(steps))

@@ -14,7 +14,8 @@ import json
 from pathlib import Path
 
 from common import print_table
-from rows import RESULTS
+from rows import RESULTS, others
+from veca.files import atomic_write
 
 COLUMNS = (
     *("run", "step", "samples", "student", "size", "cores"),
@@ -55,17 +56,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     named = dict(item.split("=", 1) for item in options.runs)
-    file = options.out / "training.csv"
-    rows: list[dict[str, object]] = []
-    if file.is_file():
-        with file.open(newline="") as old:
-            rows = [dict(row) for row in csv.DictReader(old) if row["run"] not in named]
     fresh = [row for name, path in named.items() for row in rows_of(name, Path(path))]
-    rows = [*rows, *fresh]
-    with file.open("w", newline="") as new:
+    file = options.out / "training.csv"
+    kept = others(file, "run", fresh)
+    with atomic_write(file, "w") as new:
         writer = csv.DictWriter(new, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows([*kept, *fresh])
     print_table(fresh)
 
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="no benchmarks besi
 
 
 def test_held_out_photos_are_those_the_settings_hold_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     spec = spec_from_file_location("held_out", SCRIPTS / "held_out.py")
     module = module_from_spec(spec)
     spec.loader.exec_module(module)

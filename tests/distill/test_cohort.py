@@ -11,7 +11,8 @@ from veca.dense import DenseVit
 from veca.distill import DistillError, distill, export_checkpoint, load_targets, read_metrics
 from veca.distill.cohort import MAIN, section_name, sections_of
 from veca.distill.dry_run import dry_run
-from veca.teachers import read_dense_vit
+from veca.distill.samples import FilterBank
+from veca.teachers import CallableTeacher, read_dense_vit
 from veca.weights import read_provenance
 
 SMALLER = {"preset": "tiny", "config": {"depth": 1, "width": 32, "heads": 2, "num_cores": 8}}
@@ -43,6 +44,27 @@ def test_each_learns_what_it_would_alone(family, tmp_path, which) -> None:
         mine, theirs = veca.load(folder), veca.load(alone.final)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(tensor, mine.state_dict()[name]), name
+
+
+def test_validated_as_it_would_be_alone_on_the_same_passes_of_the_teacher(tmp_path) -> None:
+    bank, asked = FilterBank(), []
+
+    def say(images):
+        asked.append(tuple(images.shape))
+        return bank(images)
+
+    passes, grids = [], []
+    for name, siblings in (("alone", {}), ("family", BOTH)):
+        asked.clear()
+        teacher = CallableTeacher(say, width=bank.WIDTH, stride=bank.STRIDE, name="filters")
+        distill(settings(siblings=siblings, **VALIDATED), tmp_path / name, teachers=[teacher])
+        passes.append(list(asked))
+        records = read_metrics(tmp_path / name, "validation")
+        grids.append([row for r in records for row in r["grid"] if "student" not in row])
+    assert passes[0] == passes[1] and grids[0] == grids[1]
+    assert len(grids[0]) == 2 * 2  # validations x budgets
+    named = [row["student"] for r in records for row in r["grid"] if "student" in row]
+    assert named == ["smaller", "smaller", "dense"] * 2
 
 
 def test_a_sibling_at_another_learning_rate(tmp_path) -> None:

@@ -61,6 +61,13 @@ def test_the_card_says_what_they_reach(name):
     assert "| dense control |" in card
 
 
+def test_documents_say_how_much_they_saw(name):
+    seen = f"{read_provenance(name)['samples_in_all'] / 1e6:.1f} M"
+    for document in ("README.md", "docs/results.md", "docs/training-log.md"):
+        assert seen in (ROOT / document).read_text(encoding="utf-8"), document
+    assert seen in (find(name) / "README.md").read_text(encoding="utf-8")
+
+
 def test_small_enough_to_ship():
     def size(folder):
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -41,7 +41,7 @@ from veca.distill.setup import (
     validation_loader,
 )
 from veca.distill.trainer import Trainer
-from veca.distill.validate import mean_loss, validate
+from veca.distill.validate import Examined, mean_loss, validate
 from veca.files import atomic_write_text
 from veca.teachers.base import Teacher
 from veca.weights.names import public_name
@@ -242,26 +242,34 @@ class Run:
     def _validate(self) -> bool:
         """Measure on the held-out images; whether it is the best so far."""
         assert self.held_out is not None
-        rows: list[dict[str, Any]] = []
-        loss = math.nan
-        for name, trainer in self.cohort.trainers.items():
-            # A dense student is the same at every budget.
-            budgets = self.validation_budgets[-1:] if trainer.dense else self.validation_budgets
-            with trainer.averaged():
-                here = validate(
-                    trainer.student,
-                    self.teaching,
-                    self.held_out,
-                    sizes=self.validation_sizes,
-                    budgets=budgets,
-                    batches=self.validation_batches,
-                    normalise=trainer.normalise,
-                    world=self.world,
-                    autocast=trainer.autocast,
-                )
-            if name == MAIN:
-                loss = mean_loss(here, self.teaching)
-            rows += [{"student": name, **row} for row in here] if name else here
+        trainers = self.cohort.trainers
+        with contextlib.ExitStack() as averages:
+            for trainer in trainers.values():
+                averages.enter_context(trainer.averaged())
+            found = validate(
+                [
+                    Examined(
+                        trainer.student,
+                        # A dense student is the same at every budget.
+                        self.validation_budgets[-1:] if trainer.dense else self.validation_budgets,
+                        trainer.normalise,
+                        trainer.autocast,
+                    )
+                    for trainer in trainers.values()
+                ],
+                self.teaching,
+                self.held_out,
+                sizes=self.validation_sizes,
+                batches=self.validation_batches,
+                world=self.world,
+            )
+        by_name = dict(zip(trainers, found, strict=True))
+        loss = mean_loss(by_name[MAIN], self.teaching)
+        rows = [
+            {"student": name, **row} if name else row
+            for name, here in by_name.items()
+            for row in here
+        ]
         self.follower.validation({"step": self.done, "loss": loss, "grid": rows})
         better = loss < self.best
         self.best = min(loss, self.best)
@@ -375,11 +383,10 @@ class Run:
 
     def _global_sizes(self, provenance: dict[str, Any]) -> list[tuple[str, int, int]]:
         """Sizes of the global features there and here: with another the targets' scale is wrong."""
-        stored = provenance.get("targets", {})
         return [
-            (f"{lesson.name}'s global_size", stored[lesson.name]["global_size"], lesson.global_size)
+            (f"{lesson.name}'s global_size", stored, lesson.global_size)
             for lesson in self.teaching.lessons
-            if lesson.name in stored
+            if (stored := lesson.global_size_of(provenance)) is not None
         ]
 
     def _say_changes(self, before: dict[str, Any]) -> None:

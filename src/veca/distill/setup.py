@@ -248,7 +248,7 @@ def _check_global_size(config: DistillConfig, lesson: Lesson) -> None:
     """Refuse a stored scale that is of global features at another size, as far as that is known."""
     init = config.student.init
     provenance = read_dense_vit(init)[1] if config.student.dense else read_provenance(init)
-    stored = provenance.get("targets", {}).get(lesson.name, {}).get("global_size")
+    stored = lesson.global_size_of(provenance)
     if stored is not None and stored != lesson.global_size:
         raise DistillError(
             f"{init} learnt global features of {lesson.name} at global_size {stored}, here it is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,10 @@ class Lesson:
         if not self.settings.global_size:
             return 0
         return self.teacher.input_size(self.global_grid((1, 1)))[0]
+
+    def global_size_of(self, provenance: Mapping[str, Any]) -> int | None:
+        """The same of the run that some weights came from; None where that is not known."""
+        return provenance.get("targets", {}).get(self.name, {}).get("global_size")
 
 
 class Teaching:

@@ -1,10 +1,10 @@
-"""How close the student is on images it never trained on, over sizes x budgets."""
+"""How close students are on images they never trained on, over sizes x budgets."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,20 +22,27 @@ _NAMES = ("cls_cos", "cls_mse", "dense_cos", "dense_mse", "loss", "kl", "agree")
 _OF_CLASSIFIER = ("kl", "agree")
 
 
+class Examined(NamedTuple):
+    """A student to be measured, and how."""
+
+    student: Student
+    budgets: Sequence[int]
+    normalise: Callable[[Tensor], Tensor]
+    """Pixels in 0..1 -> what it expects."""
+    autocast: Autocast = contextlib.nullcontext
+
+
 @torch.no_grad()
 def validate(
-    student: Student,
+    examined: Sequence[Examined],
     teaching: Teaching,
     loader: Loader,
     *,
     sizes: Sequence[int],
-    budgets: Sequence[int],
     batches: dict[int, int],
-    normalise: Callable[[Tensor], Tensor],
     world: World,
-    autocast: Autocast = contextlib.nullcontext,
-) -> list[dict[str, Any]]:
-    """One row for each size and budget (and teacher, where there are several).
+) -> list[list[dict[str, Any]]]:
+    """For each student one row for each size and budget (and teacher, where there are several).
 
     `cls_cos` and `dense_cos` are mean cosines (1 is best), `cls_mse` and `dense_mse` mean squared
     errors, all between what the student gives and what it learns (standardised targets, if so
@@ -45,17 +52,24 @@ def validate(
     batch and the number of ranks.
 
     Args:
+        examined: students on the same patch grid; the teachers are asked once for all of them.
         batches: images at once at each size, over all ranks.
     """
-    patch = student.backbone.config.patch_size
-    rows = []
-    with evaluating(student), _uncompiled(student):
+    patch = examined[0].student.backbone.config.patch_size
+    rows: list[list[dict[str, Any]]] = [[] for _ in examined]
+    with contextlib.ExitStack() as stack:
+        for one in examined:
+            stack.enter_context(evaluating(one.student))
+            stack.enter_context(_uncompiled(one.student))
         for size in sizes:
             grid = (size // patch, size // patch)
             # Apple's GPUs have no float64.
             dtype = torch.float32 if world.device.type == "mps" else torch.float64
-            shape = (len(budgets), len(teaching.lessons), len(_NAMES))
-            sums = torch.zeros(shape, dtype=dtype, device=world.device)
+            shape = (len(teaching.lessons), len(_NAMES))
+            sums = [
+                torch.zeros((len(one.budgets), *shape), dtype=dtype, device=world.device)
+                for one in examined
+            ]
             shown = teaching.image_size(grid)
             count = batches[size]
             sweep = loader.sweep(size=size, teacher_size=shown, batch_size=count)
@@ -63,19 +77,21 @@ def validate(
                 real = len(batch.indices)
                 pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
                 targets = teaching.targets(pixels, grid)
-                images = normalise(batch.pixels)
-                for i, budget in enumerate(budgets):
-                    with autocast():
-                        predictions = student(images, cores=budget)
-                    if real:
-                        for j, (said, target) in enumerate(zip(predictions, targets, strict=True)):
-                            sums[i, j] += _measure(said, target, teaching, teaching.lessons[j])
-            means = (world.sum(sums) / loader.samples).tolist()
-            rows += [
-                _row(size, budget, teaching, j, values)
-                for budget, by_teacher in zip(budgets, means, strict=True)
-                for j, values in enumerate(by_teacher)
-            ]
+                for one, mine in zip(examined, sums, strict=True):
+                    images = one.normalise(batch.pixels)
+                    for i, budget in enumerate(one.budgets):
+                        with one.autocast():
+                            predictions = one.student(images, cores=budget)
+                        if real:
+                            for j, lesson in enumerate(teaching.lessons):
+                                mine[i, j] += _measure(predictions[j], targets[j], teaching, lesson)
+            for one, mine, found in zip(examined, sums, rows, strict=True):
+                means = (world.sum(mine) / loader.samples).tolist()
+                found += [
+                    _row(size, budget, teaching, j, values)
+                    for budget, by_teacher in zip(one.budgets, means, strict=True)
+                    for j, values in enumerate(by_teacher)
+                ]
     return rows
 
 
