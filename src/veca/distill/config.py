@@ -48,6 +48,9 @@ class StudentConfig:
     gradient_checkpointing: bool = False
     compile: bool = False
     """Compile each block, and the loss, with torch.compile."""
+    graphs: bool = False
+    """Record each pass as a CUDA graph and replay it, one for every size and budget: for steps so
+    short that the host cannot launch their kernels in time. One process on one GPU."""
     backend: str = "auto"
     """The attention backend."""
 

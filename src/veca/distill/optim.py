@@ -142,9 +142,10 @@ class Optimizers:
         for member in self.members:
             member.step()
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, keep: bool = False) -> None:
+        """Forget the gradients; `keep` their tensors, filled with zeros."""
         for member in self.members:
-            member.zero_grad(set_to_none=True)
+            member.zero_grad(set_to_none=not keep)
 
     # --------------------------------------------------------------------------------- states
 

@@ -13,6 +13,7 @@ from veca.distill.config import DistillConfig, StudentConfig
 from veca.distill.draws import seed_torch
 from veca.distill.ema import WeightAverage
 from veca.distill.errors import DistillError
+from veca.distill.graphs import PassGraphs
 from veca.distill.optim import Optimizers
 from veca.distill.parallel import World, shard
 from veca.distill.schedule import Plan, Step
@@ -75,6 +76,14 @@ class Trainer:
             eps=o.eps,
         )
         self.ema = WeightAverage(self.student, self.config.ema) if self.config.ema else None
+        self.graphs: PassGraphs | None = None
+        if self.settings.graphs:
+            if self.world.device.type != "cuda" or self.world.kind != "none":
+                raise DistillError(
+                    f"student.graphs records passes on one CUDA GPU, this is {self.world.size} "
+                    f"process(es) on {self.world.device}; set it to false."
+                )
+            self.graphs = PassGraphs(self._pass, self.parameters)
 
     # ------------------------------------------------------------------------------------ a step
 
@@ -95,21 +104,25 @@ class Trainer:
             seed_torch(self.config.seed, step.number, number)
             final = last and number + 1 == len(step.budgets)
             with self.world.backward(self.wrapped, last=final):
-                with self.autocast():
-                    predictions = self.wrapped(images, cores=budget)
-                losses = self.teaching.judge(predictions, targets)
-                (self.teaching.total(losses) * share).backward()
-            here = self.teaching.terms(losses) * share
+                here = (self.graphs or self._pass)(images, targets, budget, share)
             terms = here if terms is None else terms + here
         assert terms is not None
         return terms
+
+    def _pass(self, images: Tensor, targets: Sequence[Target], budget: int, share: float) -> Tensor:
+        """Forward and backward at one budget; adds to the gradients, returns the loss terms."""
+        with self.autocast():
+            predictions = self.wrapped(images, cores=budget)
+        losses = self.teaching.judge(predictions, targets)
+        (self.teaching.total(losses) * share).backward()
+        return self.teaching.terms(losses) * share
 
     def update(self, step: Step) -> Tensor:
         """Move the weights after all parts of a step; returns the gradient's length."""
         self.optimizers.set_lr(step.lr * self.settings.lr_scale, self.settings.adamw_scale)
         norm = self.world.clip_gradients(self.parameters, self.config.optimizer.clip)
         self.optimizers.step()
-        self.optimizers.zero_grad()
+        self.optimizers.zero_grad(keep=self.graphs is not None)
         if self.ema is not None:
             self.ema.update(step.number + 1)
         return norm
@@ -121,7 +134,10 @@ class Trainer:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if not self.half:
             return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+        # No copies of weights kept from one pass for the next: a recorded pass makes its own.
+        return torch.autocast(
+            self.world.device.type, dtype=torch.bfloat16, cache_enabled=not self.settings.graphs
+        )
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -1,0 +1,98 @@
+"""Passes of a student as CUDA graphs: recorded once, then replayed without the host.
+
+A forward and backward pass is a thousand small kernels. Where a step is short the host cannot
+launch them as fast as the GPU runs them; a recorded pass is a single launch. It is the same pass:
+same kernels, same order, gradients added to the same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from veca.distill.teaching import Target
+
+Pass = Callable[[Tensor, Sequence[Target], int, float], Tensor]
+"""(images, targets, budget, share) -> loss terms; adds the share of the gradients to `.grad`."""
+
+_WARM_UP = 2
+"""Passes before the recording: they compile kernels and set up libraries, which it cannot."""
+
+
+class Recorded(NamedTuple):
+    """One recorded pass and the tensors it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    terms: Tensor
+
+
+class PassGraphs:
+    """Runs a student's passes, recording each kind at its first use.
+
+    A kind is a shape of the images, a budget and a share of the batch. Images and targets are
+    copied to where the recorded kernels read them; recordings of one shape share that place, and
+    all share one pool of memory for what a pass keeps for itself.
+    """
+
+    def __init__(self, run: Pass, parameters: Sequence[Tensor]) -> None:
+        self._run = run
+        self._inputs: dict[tuple[int, ...], tuple[Tensor, list[Target]]] = {}
+        self._recorded: dict[tuple[tuple[int, ...], int, float], Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        # Recorded kernels know gradients by their addresses: these stay for the whole run.
+        self._gradients = [torch.zeros_like(p) for p in parameters]
+        for p, gradient in zip(parameters, self._gradients, strict=True):
+            p.grad = gradient
+
+    def __call__(
+        self, images: Tensor, targets: Sequence[Target], budget: int, share: float
+    ) -> Tensor:
+        """As the pass itself."""
+        shape = tuple(images.shape)
+        if shape not in self._inputs:
+            self._inputs[shape] = (torch.empty_like(images), [_empty(one) for one in targets])
+        place, places = self._inputs[shape]
+        place.copy_(images)
+        for one, its_place in zip(targets, places, strict=True):
+            for tensor, where in zip(one, its_place, strict=True):
+                if tensor is not None and where is not None:
+                    where.copy_(tensor)
+
+        kind = (shape, budget, share)
+        if kind not in self._recorded:
+            self._recorded[kind] = self._record(place, places, budget, share)
+        recorded = self._recorded[kind]
+        recorded.graph.replay()
+        return recorded.terms.clone()
+
+    def _record(
+        self, images: Tensor, targets: Sequence[Target], budget: int, share: float
+    ) -> Recorded:
+        device = images.device
+        kept = [gradient.clone() for gradient in self._gradients]
+        state = torch.cuda.get_rng_state(device)
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                self._run(images, targets, budget, share)
+        torch.cuda.current_stream(device).wait_stream(side)
+        # What the warm-up added is taken back, and random numbers begin where they would have.
+        torch._foreach_copy_(self._gradients, kept)
+        torch.cuda.set_rng_state(state, device)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that write checkpoints or fetch images go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            terms = self._run(images, targets, budget, share)
+        return Recorded(graph, terms)
+
+
+def _empty(target: Target) -> Target:
+    return Target(
+        torch.empty_like(target.cls),
+        torch.empty_like(target.patches),
+        None if target.logits is None else torch.empty_like(target.logits),
+    )

@@ -1,0 +1,58 @@
+"""Recorded passes: the same steps as launched one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distill.small import TABLE, run, settings
+from veca.distill import DistillError, distill
+from veca.distill.optim import Optimizers
+
+GRAPHS = {**TABLE["student"], "graphs": True}
+
+
+def test_without_a_gpu_it_says_so(tmp_path) -> None:
+    with pytest.raises(DistillError, match=r"one CUDA GPU.*1 process\(es\) on cpu.*false"):
+        distill(settings(student=GRAPHS), tmp_path / "run")
+
+
+def test_gradients_can_keep_their_place() -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizers = Optimizers(layer)
+    layer(torch.ones(1, 3)).sum().backward()
+    places = [p.grad.data_ptr() for p in layer.parameters()]
+    optimizers.zero_grad(keep=True)
+    assert [p.grad.data_ptr() for p in layer.parameters()] == places
+    assert not any(p.grad.any() for p in layer.parameters())
+    optimizers.zero_grad()
+    assert all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"precision": "bfloat16"},
+        {"nested": {"per_step": 2}},
+        {"optimizer": {"accumulate": 2, "clip": 0.5}},
+        {"schedule": {"steps": 12, "size": 0, "phases": [{"draw": {"32": 0.5, "48": 0.5}}]}},
+        {"siblings": {"smaller": {**GRAPHS, "config": {**GRAPHS["config"], "depth": 1}}}},
+        {"ema": 0.9, "data": {"hold_out": 4}, "validation": {"every": 3}},
+    ],
+    ids=["plain", "bfloat16", "budgets", "parts", "sizes", "siblings", "validated"],
+)
+def test_recorded_steps_are_the_launched_ones(tmp_path, changes) -> None:
+    here = {"device": "cuda", "precision": "float32", "schedule": {"steps": 12}, **changes}
+    launched = run(tmp_path / "launched", **{**here, "student": {**GRAPHS, "graphs": False}})
+    recorded = run(tmp_path / "recorded", **{**here, "student": GRAPHS})
+    kinds = {tuple(r["cores"]) for r in recorded if r["kind"] == "train"}
+    assert len(kinds) > 1  # several recordings took part, and each more than once
+    assert len(launched) == len(recorded)
+    # Sums on a GPU may run in another order from one launch to the next.
+    tolerance = 5e-3 if changes.get("precision") == "bfloat16" else 1e-4
+    for one, other in zip(launched, recorded, strict=True):
+        for name in ("loss", "grad_norm", "smaller:loss"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], rel=tolerance), (one["step"], name)
