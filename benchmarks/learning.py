@@ -85,6 +85,27 @@ def stage_2_longer(rows: Rows) -> str:
     return _stage(rows, {"small": ("small-2", ""), "tiny": ("tiny-2", "")}, "size")
 
 
+def stage_1_further(rows: Rows) -> str:
+    return _stage(rows, {"small": ("further-1", ""), "tiny": ("further-1", "tiny")}, "samples")
+
+
+def stage_2_further(rows: Rows) -> str:
+    return _stage(rows, {"small": ("further-2", ""), "tiny": ("further-2", "tiny")}, "size")
+
+
+def first_core(rows: Rows) -> str:
+    """Cosine and agreement of the first core and of the mean of the patches."""
+    features = list(dict.fromkeys(r["feature"] for r in rows))
+    found = {(r["weights"], r["cores"], r["feature"]): r for r in rows}
+    return table(
+        ["weights", "cores", *features],
+        [
+            [name, cores, *(" / ".join(_cosines(found[name, cores, f])[::2]) for f in features)]
+            for name, cores in dict.fromkeys((r["weights"], r["cores"]) for r in rows)
+        ],
+    )
+
+
 def _stage(rows: Rows, students: dict[str, tuple[str, str]], by: str) -> str:
     """Cosines and agreement of students, each a run and a name in it, by samples or by size."""
     found = {(r["run"], r["student"], r[by], r["cores"]): r for r in rows}

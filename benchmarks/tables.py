@@ -170,6 +170,9 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "search": ("training", learning.search),
     "stage-1-longer": ("training", learning.stage_1_longer),
     "stage-2-longer": ("training", learning.stage_2_longer),
+    "stage-1-further": ("training", learning.stage_1_further),
+    "stage-2-further": ("training", learning.stage_2_further),
+    "first-core": ("first_core", learning.first_core),
 }
 """Name -> the results file, or the folder of them, and what makes the table."""
 
