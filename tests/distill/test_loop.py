@@ -69,6 +69,19 @@ def test_a_student_that_loads_and_says_where_it_comes_from(finished) -> None:
     assert about["code"].startswith(veca.__version__)
 
 
+def test_training_can_go_on_from_before_the_cool_down(tmp_path) -> None:
+    changes = {"schedule": {"steps": 8, "warmup": 1, "cooldown": 3}, "checkpoint": {"every": 4}}
+    records = run(tmp_path / "run", **changes)
+    rates = [record["lr"] for record in records]
+    assert rates[1:6] == [2e-3] * 5 and rates[5] > rates[6] > rates[7]
+    assert CheckpointStore(tmp_path / "run").steps() == [5, 8]
+    trunk = export_checkpoint(tmp_path / "run", tmp_path / "trunk", which=5)
+    student = {**TABLE["student"], "init": str(trunk), "config": {}}
+    onward = run(tmp_path / "on", student=student, schedule={"steps": 2, "warmup": 0})
+    assert onward[0]["lr"] == 2e-3
+    assert onward[0]["loss"] < records[0]["loss"]
+
+
 def test_metrics_run_and_config(finished) -> None:
     out, _, records = finished
     assert [r["step"] for r in records] == list(range(1, 9))

@@ -29,6 +29,22 @@ def test_learning_rate_warms_up_and_comes_down() -> None:
     assert falling == sorted(falling, reverse=True)
 
 
+def test_with_a_cool_down_it_stays_up_and_comes_down_in_a_line() -> None:
+    def lr(step: int) -> float:
+        return learning_rate(step, steps=100, warmup=10, lr=1.0, lr_min=0.2, cooldown=20)
+
+    assert lr(5) == pytest.approx(0.6)
+    assert {lr(step) for step in range(10, 81)} == {1.0}
+    assert lr(90) == pytest.approx(0.6)
+    assert lr(100) == lr(120) == pytest.approx(0.2)
+
+
+def test_a_cool_down_has_to_fit() -> None:
+    sizes, budgets = SizeSchedule([Phase({256: 1.0})], 8), BudgetSampler(64)
+    with pytest.raises(DistillError, match="10 steps and a cool-down of 95 do not fit into 100"):
+        Plan(sizes, budgets, steps=100, warmup=10, lr=1.0, lr_min=0.1, cooldown=95)
+
+
 def test_no_warm_up_starts_at_the_top() -> None:
     assert learning_rate(0, steps=10, warmup=0, lr=1.0, lr_min=0.1) == 1.0
 

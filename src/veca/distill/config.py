@@ -171,6 +171,10 @@ class ScheduleConfig:
     warmup: int = 0
     """Steps of linear warm-up."""
     warmup_epochs: float = 0.0
+    cooldown: int = 0
+    """Keep the full learning rate until so many steps before the end, and come down in a line; 0
+    for half a cosine over all steps. The checkpoint before the cool-down is kept: a longer run can
+    start from it without a rate that rises again."""
     batch: int = 128
     """Images a step, over all processes together."""
     batch_by_size: dict[int, int] = field(default_factory=dict)
@@ -260,6 +264,7 @@ class DistillConfig:
             ("schedule.epochs", s.epochs, 0),
             ("schedule.warmup", s.warmup, 0),
             ("schedule.warmup_epochs", s.warmup_epochs, 0),
+            ("schedule.cooldown", s.cooldown, 0),
             ("schedule.batch", s.batch, 1),
             ("optimizer.lr", o.lr, 0),
             ("optimizer.lr_min", o.lr_min, 0),

@@ -46,11 +46,12 @@ def describe(
     samples = sum(plan.sizes.batch(step) for step in range(min(plan.steps, 1000)))
     samples = round(samples * plan.steps / max(1, min(plan.steps, 1000)))
     precision = "bfloat16 autocast" if cohort.main.half else "float32"
+    cooling = f", {plan.cooldown:,} of cool-down" if plan.cooldown else ""
     return [
         *(_student_line(name, trainer) for name, trainer in cohort.trainers.items()),
         *(_teacher_line(teaching, i) for i in range(len(teaching.lessons))),
         f"images: {data.images:,} to train on; validation: {data.split}",
-        f"steps: {plan.steps:,} ({plan.warmup:,} of warm-up), about {samples:,} samples, "
+        f"steps: {plan.steps:,} ({plan.warmup:,} of warm-up{cooling}), about {samples:,} samples, "
         f"{samples / data.images:.1f} passes; a step is {sizes}",
         f"budgets: {budgets}, {config.nested.per_step} a step",
         f"optimiser: {o.name}, learning rate {o.lr:g} to {o.lr_min:g}, weight decay "

@@ -140,6 +140,8 @@ class Run:
         self.cohort = Cohort(config, self.teaching, world)
         architecture = self.cohort.main.architecture
         self.plan: Plan = build_plan(config, architecture, self.data.images, world)
+        if self.plan.cooldown:
+            self.store.milestones |= {self.plan.steps - self.plan.cooldown}
         if checkpoint is not None:
             self._check_checkpoint(checkpoint)
             self.done = checkpoint.step
@@ -201,7 +203,7 @@ class Run:
                 validating = last or _due(self.done, c.validation.every)
                 validating = validating and self.held_out is not None
                 saving = last or _due(self.done, c.checkpoint.every)
-                saving = saving or self.done in c.checkpoint.milestones
+                saving = saving or self.done in self.store.milestones
                 if not (validating or saving or _due(self.done, c.follow.every)):
                     continue
 

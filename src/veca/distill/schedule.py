@@ -15,12 +15,17 @@ from veca.distill.errors import DistillError
 from veca.distill.nested import BudgetSampler
 
 
-def learning_rate(step: int, *, steps: int, warmup: int, lr: float, lr_min: float) -> float:
+def learning_rate(
+    step: int, *, steps: int, warmup: int, lr: float, lr_min: float, cooldown: int = 0
+) -> float:
     """The learning rate of a step (0 is the first): a line from `lr_min` up to `lr` in `warmup`
-    steps, then half a cosine down to `lr_min` at step `steps`.
+    steps, then half a cosine down to `lr_min` at step `steps`; or, with `cooldown`, `lr` until so
+    many steps before the end and a line down from there.
     """
     if step < warmup:
         return lr_min + (lr - lr_min) * step / warmup
+    if cooldown:
+        return lr_min + (lr - lr_min) * min(1.0, max(0, steps - step) / cooldown)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return lr_min + (lr - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
@@ -125,13 +130,25 @@ class Plan:
         warmup: int,
         lr: float,
         lr_min: float,
+        cooldown: int = 0,
     ) -> None:
+        if cooldown and warmup + cooldown > steps:
+            raise DistillError(
+                f"a warm-up of {warmup} steps and a cool-down of {cooldown} do not fit into "
+                f"{steps} steps."
+            )
         self.sizes, self.budgets = sizes, budgets
-        self.steps, self.warmup, self.lr, self.lr_min = steps, warmup, lr, lr_min
+        self.steps, self.warmup, self.cooldown = steps, warmup, cooldown
+        self.lr, self.lr_min = lr, lr_min
 
     def step(self, number: int) -> Step:
         lr = learning_rate(
-            number, steps=self.steps, warmup=self.warmup, lr=self.lr, lr_min=self.lr_min
+            number,
+            steps=self.steps,
+            warmup=self.warmup,
+            lr=self.lr,
+            lr_min=self.lr_min,
+            cooldown=self.cooldown,
         )
         size = self.sizes.size(number)
         return Step(number, size, self.sizes.batches[size], self.budgets.draw(number), lr)

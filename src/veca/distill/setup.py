@@ -405,4 +405,12 @@ def build_plan(config: DistillConfig, architecture: VecaConfig, images: int, wor
         per_step=config.nested.per_step,
         seed=config.seed,
     )
-    return Plan(sizes, budgets, steps=steps, warmup=warmup, lr=o.lr, lr_min=o.lr_min)
+    return Plan(
+        sizes,
+        budgets,
+        steps=steps,
+        warmup=warmup,
+        lr=o.lr,
+        lr_min=o.lr_min,
+        cooldown=s.cooldown,
+    )
