@@ -30,8 +30,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from veca.attention import triton as backend
-from veca.attention.triton import Launch, launch_backward, launch_forward
+from veca.attention import launch as launching
+from veca.attention.knobs import KNOBS, Launch, choose_splits
+from veca.attention.launch import launch_backward, launch_forward
 
 SHAPES = ((1, 4096), (1, 16384), (32, 256), (32, 1024), (8, 4096))  # batch, patches
 HEADS, WIDTH = 12, 64
@@ -145,7 +146,7 @@ def definition(case: Case) -> list[Tensor]:
 
 
 def check(case: Case, name: str, limit: float, **overrides: Any) -> bool:
-    clean, backend._empty = backend._empty, poisoned
+    clean, launching.empty = launching.empty, poisoned
     try:
         case.out, case.lse = case.forward(**overrides)
         got = [case.out, *case.backward(**overrides)]
@@ -153,7 +154,7 @@ def check(case: Case, name: str, limit: float, **overrides: Any) -> bool:
         print(f"FAILED  {name}: {type(problem).__name__}: {str(problem)[:200]}")
         return False
     finally:
-        backend._empty = clean
+        launching.empty = clean
     errors = []
     for a, b in zip(got, definition(case), strict=False):
         errors.append(((a.double() - b).norm() / b.norm().clamp(min=1e-30)).item())
@@ -292,7 +293,7 @@ def tune(
         roles = 1 if launch.fused else 2
         tiles = -(-patches // launch.block)
         units = torch.cuda.get_device_properties(0).multi_processor_count
-        chosen = backend.choose_splits(batch * HEADS * roles, tiles, units, launch)
+        chosen = choose_splits(batch * HEADS * roles, tiles, units, launch)
         others = {max(1, chosen // 2), chosen * 2, chosen + max(1, chosen // 2)} - {chosen}
         for other in sorted(others):
             measure(launch, other)
@@ -304,7 +305,7 @@ def tune(
             [kind, batch, patches, cores, mode, describe(launch), splits or "auto",
              f"{seconds * 1e3:.4f}", f"{share:.3f}"]
         )  # fmt: skip
-        in_use = launch in backend.KNOBS[kind, 2, WIDTH, tables.itemsize if tables else 0]
+        in_use = launch in KNOBS[kind, 2, WIDTH, tables.itemsize if tables else 0]
         if place < 3 or in_use:
             note = "" if splits is None else f" splits={splits}"
             mine = in_use and splits is None

@@ -30,13 +30,10 @@ if not GPU:
 
 from veca.attention import core_attention as dispatched  # noqa: E402
 from veca.attention import kernels  # noqa: E402
+from veca.attention import launch as launching  # noqa: E402
 from veca.attention import triton as backend  # noqa: E402
-from veca.attention.triton import (  # noqa: E402
-    Launch,
-    choose_splits,
-    launch_backward,
-    launch_forward,
-)
+from veca.attention.knobs import MAX_SPLITS, Launch, choose_splits  # noqa: E402
+from veca.attention.launch import launch_backward, launch_forward  # noqa: E402
 from veca.errors import InputError  # noqa: E402
 
 # The interpreter chops bfloat16 instead of rounding it, which doubles the error.
@@ -68,7 +65,7 @@ def poison(monkeypatch):
     def empty(like, shape, dtype):
         return like.new_full(shape, float("nan"), dtype=dtype)
 
-    monkeypatch.setattr(backend, "_empty", empty)
+    monkeypatch.setattr(launching, "empty", empty)
 
 
 # -- the definition ------------------------------------------------------------------------------
@@ -372,7 +369,7 @@ def test_log_sum_exps_are_of_base_two_and_of_all_rows():
 )
 def test_no_span_is_empty(sequences, tiles, multiprocessors, per_sm):
     splits = choose_splits(sequences, tiles, multiprocessors, Launch(64, per_sm=per_sm))
-    assert 1 <= splits <= max(1, min(tiles, backend.MAX_SPLITS))
+    assert 1 <= splits <= max(1, min(tiles, MAX_SPLITS))
     if tiles:
         assert -(-tiles // -(-tiles // splits)) == splits
 

@@ -1,4 +1,4 @@
-"""Triton kernels of core attention; `veca.attention.triton` imports them once Triton is there.
+"""Triton kernels of core attention; `veca.attention.launch` imports them once Triton is there.
 
 Vocabulary. The first `num_cores` tokens of a sequence are cores, the others patches. Core rows
 attend to every token, patch rows to the cores only. A sequence here is one head of one image; a
