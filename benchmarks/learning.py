@@ -94,16 +94,20 @@ def stage_2_further(rows: Rows) -> str:
 
 
 def first_core(rows: Rows) -> str:
-    """Cosine and agreement of the first core and of the mean of the patches."""
+    """Cosine and divergence of the first core and of the mean of the patches."""
     features = list(dict.fromkeys(r["feature"] for r in rows))
     found = {(r["weights"], r["cores"], r["feature"]): r for r in rows}
     return table(
         ["weights", "cores", *features],
         [
-            [name, cores, *(" / ".join(_cosines(found[name, cores, f])[::2]) for f in features)]
+            [name, cores, *(_both(found[name, cores, f]) for f in features)]
             for name, cores in dict.fromkeys((r["weights"], r["cores"]) for r in rows)
         ],
     )
+
+
+def _both(row: dict[str, str]) -> str:
+    return f"{float(row['cls_cos']):.3f} / {float(row['kl']):.2f}"
 
 
 def _stage(rows: Rows, students: dict[str, tuple[str, str]], by: str) -> str:

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
 from distill.small import TABLE, run, settings
 from veca.distill import DistillError, distill
+from veca.distill.cohort import Cohort
+from veca.distill.describe import estimate_memory
 from veca.distill.optim import Optimizers
+from veca.distill.parallel import World
+from veca.distill.setup import build_plan, open_data, open_teachers
 
 GRAPHS = {**TABLE["student"], "graphs": True}
 
 
 def test_without_a_gpu_it_says_so(tmp_path) -> None:
-    with pytest.raises(DistillError, match=r"one CUDA GPU.*1 process\(es\) on cpu.*false"):
+    with pytest.raises(DistillError, match=r"one CUDA GPU.*1 process\(es\) on cpu.*to false"):
         distill(settings(student=GRAPHS), tmp_path / "run")
+
+
+def test_memory_of_recorded_passes_is_counted_for_each_student() -> None:
+    launched, recorded = (
+        _estimate({**TABLE["student"], "graphs": graphs}) for graphs in (False, True)
+    )
+    assert recorded.student == 2 * launched.student  # two students alike, one after the other
+    assert recorded.targets > launched.targets and recorded.weights == launched.weights
+
+
+def _estimate(student):
+    config, world = settings(student=student, siblings={"twin": student}), World()
+    data, teaching = open_data(config.data, world), open_teachers(config, world)
+    cohort = Cohort(config, teaching, world)
+    plan = build_plan(config, cohort.main.architecture, data.images, world)
+    return estimate_memory(config, plan, cohort, data.source)
 
 
 def test_gradients_can_keep_their_place() -> None:
@@ -45,10 +67,12 @@ def test_gradients_can_keep_their_place() -> None:
 )
 def test_recorded_steps_are_the_launched_ones(tmp_path, changes) -> None:
     here = {"device": "cuda", "precision": "float32", "schedule": {"steps": 12}, **changes}
-    launched = run(tmp_path / "launched", **{**here, "student": {**GRAPHS, "graphs": False}})
+    plain = {name: {**one, "graphs": False} for name, one in here.get("siblings", {}).items()}
+    without = {**here, "student": {**GRAPHS, "graphs": False}, "siblings": plain}
+    launched = run(tmp_path / "launched", **without)
     recorded = run(tmp_path / "recorded", **{**here, "student": GRAPHS})
-    kinds = {tuple(r["cores"]) for r in recorded if r["kind"] == "train"}
-    assert len(kinds) > 1  # several recordings took part, and each more than once
+    kinds = Counter((r["size"], *r["cores"]) for r in recorded)
+    assert len(kinds) > 1 and max(kinds.values()) > 1  # several recordings, and some replayed
     assert len(launched) == len(recorded)
     # Sums on a GPU may run in another order from one launch to the next.
     tolerance = 5e-3 if changes.get("precision") == "bfloat16" else 1e-4

@@ -75,9 +75,12 @@ def test_training_can_go_on_from_before_the_cool_down(tmp_path) -> None:
     rates = [record["lr"] for record in records]
     assert rates[1:6] == [2e-3] * 5 and rates[5] > rates[6] > rates[7]
     assert CheckpointStore(tmp_path / "run").steps() == [5, 8]
+    with pytest.raises(DistillError, match=r"cooling down since step 5 of 8.*which=5"):
+        run(tmp_path / "run", resume=True, **{**changes, "schedule": {"steps": 16, "cooldown": 3}})
+    assert CheckpointStore(tmp_path / "run").steps() == [5, 8]
     trunk = export_checkpoint(tmp_path / "run", tmp_path / "trunk", which=5)
     student = {**TABLE["student"], "init": str(trunk), "config": {}}
-    onward = run(tmp_path / "on", student=student, schedule={"steps": 2, "warmup": 0})
+    onward = run(tmp_path / "on", student=student, schedule={"steps": 2, "warmup": 0}, seed=1)
     assert onward[0]["lr"] == 2e-3
     assert onward[0]["loss"] < records[0]["loss"]
 

@@ -41,8 +41,9 @@ def test_with_a_cool_down_it_stays_up_and_comes_down_in_a_line() -> None:
 
 def test_a_cool_down_has_to_fit() -> None:
     sizes, budgets = SizeSchedule([Phase({256: 1.0})], 8), BudgetSampler(64)
-    with pytest.raises(DistillError, match="10 steps and a cool-down of 95 do not fit into 100"):
-        Plan(sizes, budgets, steps=100, warmup=10, lr=1.0, lr_min=0.1, cooldown=95)
+    for warmup, cooldown in ((10, 95), (0, 100)):  # the last leaves nothing to go on from
+        with pytest.raises(DistillError, match=f"cool-down of {cooldown} do not fit into 100"):
+            Plan(sizes, budgets, steps=100, warmup=warmup, lr=1.0, lr_min=0.1, cooldown=cooldown)
 
 
 def test_no_warm_up_starts_at_the_top() -> None:

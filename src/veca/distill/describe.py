@@ -101,7 +101,9 @@ def estimate_memory(
     for lesson in teaching.lessons:
         weights += sum(p.numel() * p.element_size() for p in lesson.teacher.parameters())
 
-    student = targets = images = 0
+    targets = images = places = 0
+    activations = dict.fromkeys(cohort.trainers, 0)
+    recorded = [name for name, trainer in cohort.trainers.items() if trainer.settings.graphs]
     number = 2 if cohort.main.half else 4
     patch = cohort.main.architecture.patch_size
     dense = sum(lesson.teacher.dense_width for lesson in teaching.lessons)
@@ -109,9 +111,10 @@ def estimate_memory(
         batch = plan.sizes.batches[size] // world.size
         o = config.optimizer
         part = -(-batch // o.accumulate_by_size.get(size, o.accumulate))
-        # Students learn one after the other, and keep nothing.
-        kept = (_kept(trainer, size, plan, number) for trainer in cohort.trainers.values())
-        student = max(student, part * max(kept))
+        for name, trainer in cohort.trainers.items():
+            activations[name] = max(activations[name], part * _kept(trainer, size, plan, number))
+        # Where recorded passes read their images and targets.
+        places += len(recorded) * part * (3 * size * size + (size // patch) ** 2 * dense) * 4
         # The prediction, its float32 copy and gradient, the target, and its standardised copy.
         targets = max(targets, part * (size // patch) ** 2 * dense * (number + 4 * 4))
         height, width = cohort.teacher_size(size)
@@ -120,7 +123,10 @@ def estimate_memory(
     stored = getattr(source, "images", None)
     if stored is not None and stored.device.type != "cpu":
         images += stored.numel()
-    return MemoryEstimate(weights, student, targets, images)
+    # Students learn one after the other and keep nothing, but for the memory of recorded passes.
+    passing = max((kept for name, kept in activations.items() if name not in recorded), default=0)
+    student = sum(activations[name] for name in recorded) + passing
+    return MemoryEstimate(weights, student, targets + places, images)
 
 
 def _kept(trainer: Trainer, size: int, plan: Plan, number: int) -> int:

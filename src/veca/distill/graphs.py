@@ -38,14 +38,11 @@ class PassGraphs:
     """
 
     def __init__(self, run: Pass, parameters: Sequence[Tensor]) -> None:
-        self._run = run
+        self._run, self._parameters = run, list(parameters)
         self._inputs: dict[tuple[int, ...], tuple[Tensor, list[Target]]] = {}
         self._recorded: dict[tuple[tuple[int, ...], int, float], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # Recorded kernels know gradients by their addresses: these stay for the whole run.
-        self._gradients = [torch.zeros_like(p) for p in parameters]
-        for p, gradient in zip(parameters, self._gradients, strict=True):
-            p.grad = gradient
+        self._gradients: list[Tensor] = []
 
     def __call__(
         self, images: Tensor, targets: Sequence[Target], budget: int, share: float
@@ -80,6 +77,14 @@ class PassGraphs:
             for _ in range(_WARM_UP):
                 self._run(images, targets, budget, share)
         torch.cuda.current_stream(device).wait_stream(side)
+        if not self._gradients:
+            # Recorded kernels know gradients by their addresses: these stay for the whole run. A
+            # parameter that the pass does not reach has none, now as ever.
+            for p in self._parameters:
+                if p.grad is not None:
+                    p.grad = torch.zeros_like(p)
+                    self._gradients.append(p.grad)
+            kept = [torch.zeros_like(gradient) for gradient in self._gradients]
         # What the warm-up added is taken back, and random numbers begin where they would have.
         torch._foreach_copy_(self._gradients, kept)
         torch.cuda.set_rng_state(state, device)

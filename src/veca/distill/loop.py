@@ -383,6 +383,26 @@ class Run:
                     "resume with the same, or choose another --out."
                 )
 
+        self._check_cooldown(checkpoint)
+
+    def _check_cooldown(self, checkpoint: Checkpoint) -> None:
+        """Refuse a new plan for a run that has begun to cool down: its rate would rise again."""
+        about, plan = checkpoint.about, self.plan
+        steps = int(about["provenance"]["steps_planned"])
+        cooldown = int(about["config"]["schedule"].get("cooldown", 0))
+        begun = steps - cooldown
+        if (
+            cooldown
+            and checkpoint.step > begun
+            and (plan.steps, plan.cooldown) != (steps, cooldown)
+        ):
+            raise DistillError(
+                f"{self.out} has been cooling down since step {begun} of {steps}, and {plan.steps} "
+                f"steps with a cool-down of {plan.cooldown} are another plan; start a new run from "
+                f'that step: veca.distill.export_checkpoint({str(self.out)!r}, "trunk", '
+                f"which={begun}), then --set student.init=trunk --set schedule.warmup=0."
+            )
+
     def _global_sizes(self, provenance: dict[str, Any]) -> list[tuple[str, int, int]]:
         """Sizes of the global features there and here: with another the targets' scale is wrong."""
         return [

@@ -132,7 +132,7 @@ class Plan:
         lr_min: float,
         cooldown: int = 0,
     ) -> None:
-        if cooldown and warmup + cooldown > steps:
+        if cooldown and (warmup + cooldown > steps or cooldown == steps):
             raise DistillError(
                 f"a warm-up of {warmup} steps and a cool-down of {cooldown} do not fit into "
                 f"{steps} steps."

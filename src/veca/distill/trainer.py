@@ -78,12 +78,22 @@ class Trainer:
         self.ema = WeightAverage(self.student, self.config.ema) if self.config.ema else None
         self.graphs: PassGraphs | None = None
         if self.settings.graphs:
-            if self.world.device.type != "cuda" or self.world.kind != "none":
-                raise DistillError(
-                    f"student.graphs records passes on one CUDA GPU, this is {self.world.size} "
-                    f"process(es) on {self.world.device}; set it to false."
-                )
+            self._check_graphs()
             self.graphs = PassGraphs(self._pass, self.parameters)
+
+    def _check_graphs(self) -> None:
+        """Refuse what passes cannot be recorded of."""
+        if self.world.device.type != "cuda" or self.world.kind != "none":
+            raise DistillError(
+                f"graphs records a student's passes on one CUDA GPU, this is {self.world.size} "
+                f"process(es) on {self.world.device}; set student.graphs to false, and that of "
+                "siblings too."
+            )
+        if self.settings.gradient_checkpointing:
+            raise DistillError(
+                "a pass that computes parts of itself again cannot be recorded; set either graphs "
+                "or gradient_checkpointing to false."
+            )
 
     # ------------------------------------------------------------------------------------ a step
 
@@ -104,15 +114,17 @@ class Trainer:
             seed_torch(self.config.seed, step.number, number)
             final = last and number + 1 == len(step.budgets)
             with self.world.backward(self.wrapped, last=final):
-                here = (self.graphs or self._pass)(images, targets, budget, share)
+                # A dense student's passes are all of one kind.
+                cores = 0 if self.dense else budget
+                here = (self.graphs or self._pass)(images, targets, cores, share)
             terms = here if terms is None else terms + here
         assert terms is not None
         return terms
 
-    def _pass(self, images: Tensor, targets: Sequence[Target], budget: int, share: float) -> Tensor:
+    def _pass(self, images: Tensor, targets: Sequence[Target], cores: int, share: float) -> Tensor:
         """Forward and backward at one budget; adds to the gradients, returns the loss terms."""
         with self.autocast():
-            predictions = self.wrapped(images, cores=budget)
+            predictions = self.wrapped(images, cores=cores)
         losses = self.teaching.judge(predictions, targets)
         (self.teaching.total(losses) * share).backward()
         return self.teaching.terms(losses) * share
