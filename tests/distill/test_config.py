@@ -86,6 +86,10 @@ def test_a_teacher_can_be_named_without_a_file() -> None:
         ({"validation": {"every": 5}}, "nothing to validate on"),
         ({"nested": {"budgets": 8}}, "must be a list"),
         ({"student": {"compile": 1}}, "true or false"),
+        (
+            {"siblings": {"b": {"graphs": True, "gradient_checkpointing": True}}},
+            "siblings.b takes graphs or gradient_checkpointing, not both",
+        ),
         ({"data": {"augment": {"area": [0.5, 2.0]}}}, "augment.area"),
     ],
 )

@@ -309,6 +309,12 @@ class DistillConfig:
                 raise DistillError(
                     f"a sibling's name becomes a folder: letters, digits, - and _; got {name!r}."
                 )
+        for where, one in self.students.items():
+            if one.graphs and one.gradient_checkpointing:
+                raise DistillError(
+                    f"{where} takes graphs or gradient_checkpointing, not both: a pass that "
+                    "computes parts of itself again cannot be recorded."
+                )
         if self.data.hold_out and self.data.validation:
             raise DistillError("data takes hold_out or validation, not both.")
         if self.validation.every and not (self.data.hold_out or self.data.validation):

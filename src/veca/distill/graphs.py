@@ -23,7 +23,7 @@ _WARM_UP = 2
 
 
 class Recorded(NamedTuple):
-    """One recorded pass and the tensors it reads and writes."""
+    """One recorded pass, and the loss terms it writes."""
 
     graph: torch.cuda.CUDAGraph
     terms: Tensor

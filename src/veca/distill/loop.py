@@ -27,9 +27,9 @@ from veca.distill.errors import DistillError, DivergedError
 from veca.distill.export import FINAL, SIBLINGS, export_sections
 from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
 from veca.distill.parallel import World, launch, own_torch_state
+from veca.distill.resume import changed_settings, check_resume
 from veca.distill.schedule import Plan
 from veca.distill.setup import (
-    TRAINING_FIELDS,
     Data,
     Images,
     build_plan,
@@ -143,7 +143,7 @@ class Run:
         if self.plan.cooldown:
             self.store.milestones |= {self.plan.steps - self.plan.cooldown}
         if checkpoint is not None:
-            self._check_checkpoint(checkpoint)
+            check_resume(checkpoint, config, self.cohort, self.plan)
             self.done = checkpoint.step
         self.cohort.prepare(self.plan)
 
@@ -177,7 +177,8 @@ class Run:
             self.loader.load_state_dict(checkpoint.about["loader"])
             self.samples = int(checkpoint.about["samples"])
             self.best = math.inf if checkpoint.about["best"] is None else checkpoint.about["best"]
-            self._say_changes(checkpoint.about["config"])
+            if changed := changed_settings(checkpoint.about["config"], config):
+                self.follower.say(f"resuming with other settings: {', '.join(changed)}")
         else:
             self._find_statistics()
         self._write_run()
@@ -351,80 +352,6 @@ class Run:
         }
         return Checkpoint(self.store.path(int(about["step"])), about, spread)
 
-    def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Refuse to go on with another student, other teachers or another optimiser."""
-        about = checkpoint.about
-        for student, trainer in self.cohort.trainers.items():
-            stored = about["siblings"].get(student, {}) if student else about
-            mine = {"dense": trainer.dense, **trainer.architecture.to_dict()}
-            known = {"dense": stored.get("dense"), **stored.get("architecture", {})}
-            different = [
-                name
-                for name in mine
-                if known.get(name) != mine[name] and name not in TRAINING_FIELDS
-            ]
-            if stored and different:
-                name = different[0]
-                raise DistillError(
-                    f"{checkpoint.path} belongs to another architecture: its {name} is "
-                    f"{known.get(name)!r}, here it is {mine[name]!r}; resume with the settings it "
-                    "was made with, or choose another --out."
-                )
-        for what, theirs, ours in (
-            ("siblings", sorted(about["siblings"]), sorted(self.config.siblings)),
-            ("optimizer", about["optimizer"], self.config.optimizer.name),
-            ("teachers", about["teachers"], [lesson.name for lesson in self.teaching.lessons]),
-            ("seed", about["seed"], self.config.seed),
-            *self._global_sizes(about["provenance"]),
-        ):
-            if theirs != ours:
-                raise DistillError(
-                    f"{checkpoint.path} was made with {what} {theirs!r}, here it is {ours!r}; "
-                    "resume with the same, or choose another --out."
-                )
-
-        self._check_cooldown(checkpoint)
-
-    def _check_cooldown(self, checkpoint: Checkpoint) -> None:
-        """Refuse a new plan for a run that has begun to cool down: its rate would rise again."""
-        about, plan = checkpoint.about, self.plan
-        steps = int(about["provenance"]["steps_planned"])
-        cooldown = int(about["config"]["schedule"].get("cooldown", 0))
-        begun = steps - cooldown
-        if (
-            cooldown
-            and checkpoint.step > begun
-            and (plan.steps, plan.cooldown) != (steps, cooldown)
-        ):
-            raise DistillError(
-                f"{self.out} has been cooling down since step {begun} of {steps}, and {plan.steps} "
-                f"steps with a cool-down of {plan.cooldown} are another plan; start a new run from "
-                f'that step: veca.distill.export_checkpoint({str(self.out)!r}, "trunk", '
-                f"which={begun}), then --set student.init=trunk --set schedule.warmup=0."
-            )
-
-    def _global_sizes(self, provenance: dict[str, Any]) -> list[tuple[str, int, int]]:
-        """Sizes of the global features there and here: with another the targets' scale is wrong."""
-        return [
-            (f"{lesson.name}'s global_size", stored, lesson.global_size)
-            for lesson in self.teaching.lessons
-            if (stored := lesson.global_size_of(provenance)) is not None
-        ]
-
-    def _say_changes(self, before: dict[str, Any]) -> None:
-        """Name the settings that differ from those of the checkpoint: the curve will too."""
-        free = ("follow", "max_minutes", "device", "parallel", "checkpoint", "validation")
-        with contextlib.suppress(DistillError):  # settings added since had their defaults then
-            before = DistillConfig.from_dict(before).to_dict()
-        old, new = (_flat(table) for table in (before, self.config.to_dict()))
-        changed = [
-            f"{name} {old.get(name)} -> {new.get(name)}"
-            for name in sorted({*old, *new})
-            if old.get(name) != new.get(name) and name.split(".")[0] not in free
-        ]
-        if changed:
-            self.follower.say(f"resuming with other settings: {', '.join(changed)}")
-
     def _check_sizes(self) -> None:
         """Settle the grid of validation, and have every size refused that a teacher cannot see."""
         v, sizes = self.config.validation, self.plan.sizes
@@ -580,17 +507,6 @@ def _beginning(trainer: Trainer) -> dict[str, Any]:
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _flat(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    if isinstance(table, dict):
-        items = table.items()
-    elif isinstance(table, list) and any(isinstance(item, dict) for item in table):
-        items = enumerate(table)  # type: ignore[assignment]
-    else:
-        return {prefix.rstrip("."): table}
-    return {k: v for name, inner in items for k, v in _flat(inner, f"{prefix}{name}.").items()}
 
 
 def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:

@@ -78,22 +78,13 @@ class Trainer:
         self.ema = WeightAverage(self.student, self.config.ema) if self.config.ema else None
         self.graphs: PassGraphs | None = None
         if self.settings.graphs:
-            self._check_graphs()
+            if self.world.device.type != "cuda" or self.world.kind != "none":
+                raise DistillError(
+                    f"graphs records a student's passes on one CUDA GPU, this is {self.world.size} "
+                    f"process(es) on {self.world.device}; set student.graphs to false, and that of "
+                    "siblings too."
+                )
             self.graphs = PassGraphs(self._pass, self.parameters)
-
-    def _check_graphs(self) -> None:
-        """Refuse what passes cannot be recorded of."""
-        if self.world.device.type != "cuda" or self.world.kind != "none":
-            raise DistillError(
-                f"graphs records a student's passes on one CUDA GPU, this is {self.world.size} "
-                f"process(es) on {self.world.device}; set student.graphs to false, and that of "
-                "siblings too."
-            )
-        if self.settings.gradient_checkpointing:
-            raise DistillError(
-                "a pass that computes parts of itself again cannot be recorded; set either graphs "
-                "or gradient_checkpointing to false."
-            )
 
     # ------------------------------------------------------------------------------------ a step
 
