@@ -36,7 +36,7 @@ from veca.images import normalize
 from veca.teachers import read_dense_vit
 from veca.teachers.ours import is_dense_vit
 
-PIXELS = 96 * 512 * 512
+PIXELS = {"cuda": 96 * 512 * 512, "cpu": 4 * 512 * 512}
 """Pixels of a batch; fewer images of larger sizes."""
 
 
@@ -104,12 +104,13 @@ class Jury:
         self, sizes: Sequence[int], cores: Sequence[int], **about: object
     ) -> list[dict[str, object]]:
         """The rows of all networks, with `about` in each; a dense one has no budget."""
+        pixels = PIXELS.get(self.world.device.type, PIXELS["cpu"])
         found = validate(
             [self._examined(student, cores) for student in self.students.values()],
             self.teaching,
             self.loader,
             sizes=sizes,
-            batches={size: max(1, PIXELS // size**2) for size in sizes},
+            batches={size: max(1, pixels // size**2) for size in sizes},
             world=self.world,
         )
         images = self.loader.samples

@@ -74,7 +74,7 @@ def stage_2(rows: Rows) -> str:
 
 def _together(run: str) -> dict[str, tuple[str, str]]:
     """The students of the controlled experiment."""
-    return {"small": (run, ""), "tiny": (run, "tiny"), NAMES[CONTROL]: (run, "dense")}
+    return {**_siblings(run), NAMES[CONTROL]: (run, "dense")}
 
 
 def stage_1_longer(rows: Rows) -> str:
@@ -86,11 +86,45 @@ def stage_2_longer(rows: Rows) -> str:
 
 
 def stage_1_further(rows: Rows) -> str:
-    return _stage(rows, {"small": ("further-1", ""), "tiny": ("further-1", "tiny")}, "samples")
+    return _stage(rows, _siblings("further-1"), "samples")
 
 
 def stage_2_further(rows: Rows) -> str:
-    return _stage(rows, {"small": ("further-2", ""), "tiny": ("further-2", "tiny")}, "size")
+    return _stage(rows, _siblings("further-2"), "size")
+
+
+def at_192(rows: Rows) -> str:
+    return _stage(rows, _siblings("at192"), "samples")
+
+
+def at_192_sizes(rows: Rows) -> str:
+    return _stage(rows, _siblings("at192-sizes"), "size")
+
+
+def _siblings(run: str) -> dict[str, tuple[str, str]]:
+    """Small, and tiny beside it."""
+    return {"small": (run, ""), "tiny": (run, "tiny")}
+
+
+def basis(rows: Rows) -> str:
+    """Bands of the teacher's principal components: their variance, what students explain of it."""
+    students = list(dict.fromkeys((r["weights"], r["cores"]) for r in rows))
+    found = {(r["components"], r["weights"], r["cores"]): r for r in rows}
+    lines = []
+    for band in dict.fromkeys(r["components"] for r in rows):
+        mine = [found[(band, *student)] for student in students]
+        lines.append(
+            [
+                band,
+                f"{float(mine[0]['share of variance']):.0%}",
+                *(f"{float(r['explained']):.0%}" for r in mine),
+                *(f"{float(r['cosine up to here']):.2f}" for r in mine if r["cores"] == "64"),
+                f"{float(mine[0]['ceiling']):.2f}",
+            ]
+        )
+    names = [f"{name}, C = {cores}" for name, cores in students]
+    wide = [f"cosine up to here, {name}" for name in names if name.endswith("64")]
+    return table(["components", "variance", *names, *wide, "ceiling"], lines)
 
 
 def first_core(rows: Rows) -> str:

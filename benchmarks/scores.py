@@ -145,7 +145,8 @@ def _score(probe: str, value: float | None) -> str:
 def goals(rows: Rows) -> str:
     """What the weights were to reach, what they reach, and whether that is enough."""
     scores, beside = _scores(rows), _scores(read("control"))
-    cosines = [r for r in read("training") if (r["run"], r["cores"]) == ("small-2", "64")]
+    shipped = ("at192-sizes", "", "64")
+    cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == shipped]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
     samples = samples_seen(SMALL)
     knn, linear = (scores[SMALL, "64", p] for p in CLASSIFICATION)

@@ -127,6 +127,22 @@ def distillation(rows: Rows) -> str:
     )
 
 
+def recorded(rows: Rows) -> str:
+    return table(
+        ["students", "launched, ms a step", "recorded", "speed-up", "images/s, recorded"],
+        [
+            [
+                r["students"].replace("+", " and "),
+                number(r["launched ms"]),
+                number(r["recorded ms"]),
+                f"{float(r['speed-up']):.2f}x",
+                number(r["images/s"]),
+            ]
+            for r in rows
+        ],
+    )
+
+
 def cpu(rows: Rows) -> str:
     header = ["pixels", "dense, ms", "64 cores, ms", "8 cores, ms", "speed-up at 64", "at 8",
               "peak MiB, dense", "64 cores"]  # fmt: skip
@@ -153,6 +169,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "attention-backward": ("attention", attention_backward),
     "train": ("train", train),
     "distill": ("distill", distillation),
+    "recorded": ("recorded", recorded),
     "cpu": ("cpu", cpu),
     "probes": ("probes", scores.probes),
     "probes-short": ("probes", scores.probes_short),
@@ -172,6 +189,9 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "stage-2-longer": ("training", learning.stage_2_longer),
     "stage-1-further": ("training", learning.stage_1_further),
     "stage-2-further": ("training", learning.stage_2_further),
+    "at-192": ("training", learning.at_192),
+    "at-192-sizes": ("training", learning.at_192_sizes),
+    "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),
 }
 """Name -> the results file, or the folder of them, and what makes the table."""
