@@ -22,7 +22,7 @@ def agreement(rows: Rows) -> str:
 
 
 def positions(rows: Rows) -> str:
-    names = list(dict.fromkeys(r["weights"] for r in rows))
+    names = sorted({r["weights"] for r in rows}, key=list(NAMES).index)
     found = {(r["weights"], r["coordinates"]): r for r in rows}
     return table(
         ["coordinates of the patches", *(NAMES[name] for name in names)],
