@@ -81,6 +81,31 @@ def test_the_bytes_are_those_of_one_machine_though_a_worker_dies(
     cluster.add_node(num_cpus=1, object_store_memory=STORE)
 
 
+class FailsOnce:
+    """Where a worker finds its device: the first one that looks fails to start."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        fail = f"open({self.mark!r}, 'x') and 1 / 0"
+        return eval, (f"'cpu' if __import__('os').path.exists({self.mark!r}) else {fail}",)
+
+
+def test_a_worker_that_fails_to_start_is_replaced(
+    cluster, embed, images, tree, tmp_path, monkeypatch
+):
+    from veca.collections import engine_ray
+
+    mark, room = tmp_path / "failed", engine_ray._room
+    monkeypatch.setattr(engine_ray, "_room", lambda *args: (FailsOnce(mark), *room(*args)[1:]))
+    embed(images, tmp_path / "local")
+    embed(images, tmp_path / "ray", engine="ray", workers=1)
+    assert mark.exists()
+    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
+    assert ray.data.DataContext.get_current().max_consecutive_actor_init_deaths == 0  # as before
+
+
 def test_one_engine_goes_on_where_the_other_stopped(cluster, embed, images, tree, tmp_path):
     embed(images, tmp_path / "a")
     embed(images, tmp_path / "b")

@@ -32,6 +32,7 @@ from veca.errors import InputError, VecaError
 from veca.model import Veca, create_model
 
 _GPU_CPUS = 4  # of a worker with a GPU: threads that decode
+_STARTS_THAT_MAY_FAIL = 5  # of workers in a row, before Ray gives up
 
 
 def run(
@@ -54,6 +55,7 @@ def run(
     with ExitStack() as stack:
         _connect(ray, address, stack)
         _quiet(data, stack)
+        _patient(data, stack)
         place, cpus, room = _room(ray, device, threads)
         work = ray.put(
             {
@@ -171,11 +173,22 @@ def _connect(ray: Any, address: str | None, stack: ExitStack) -> None:
     stack.callback(ray.shutdown)
 
 
+def _set(data: Any, stack: ExitStack, name: str, value: object) -> None:
+    """A setting of Ray Data until the end; one that this version does not know is left out."""
+    context = data.DataContext.get_current()
+    if hasattr(context, name):
+        stack.callback(setattr, context, name, getattr(context, name))
+        setattr(context, name, value)
+
+
+def _patient(data: Any, stack: ExitStack) -> None:
+    """A worker that fails to start is replaced, as one that dies at work is."""
+    _set(data, stack, "max_consecutive_actor_init_deaths", _STARTS_THAT_MAY_FAIL)
+
+
 def _quiet(data: Any, stack: ExitStack) -> None:
     """One progress bar is enough, and it is ours."""
-    context = data.DataContext.get_current()
-    stack.callback(setattr, context, "enable_progress_bars", context.enable_progress_bars)
-    context.enable_progress_bars = False
+    _set(data, stack, "enable_progress_bars", False)
     log = logging.getLogger("ray.data")
     stack.callback(log.setLevel, log.level)
     log.setLevel(logging.ERROR)
