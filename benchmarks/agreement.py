@@ -106,7 +106,7 @@ class Jury:
         """The rows of all networks, with `about` in each; a dense one has no budget."""
         pixels = PIXELS.get(self.world.device.type, PIXELS["cpu"])
         found = validate(
-            [self._examined(student, cores) for student in self.students.values()],
+            [self.examined(student, cores) for student in self.students.values()],
             self.teaching,
             self.loader,
             sizes=sizes,
@@ -120,7 +120,8 @@ class Jury:
             for row in rows
         ]
 
-    def _examined(self, student: Student, cores: Sequence[int]) -> Examined:
+    def examined(self, student: Student, cores: Sequence[int]) -> Examined:
+        """How a student is asked; a dense one once, whatever the budgets."""
         architecture = student.backbone.config
         mean, std = architecture.image_mean, architecture.image_std
         return Examined(

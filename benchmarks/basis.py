@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from agreement import Jury, add_weights, options_of
 from common import print_table, write_csv
-from veca.images import normalize
 from veca.model import evaluating
 
-BANDS = (0, 16, 64, 256, 1280)
+BANDS = (0, 16, 64, 256)
+"""Where bands of components begin; the last goes on to the end."""
 
 
 def main() -> None:
@@ -40,10 +40,11 @@ def main() -> None:
     mean = teacher[:half].mean(dim=0)
     _, _, directions = torch.linalg.svd(teacher[:half] - mean, full_matrices=True)
     wanted = (teacher[half:] - mean) @ directions.T
+    width = wanted.shape[1]
     rows: list[dict[str, object]] = []
     for (name, cores), said in students.items():
         got = (said[half:] - mean) @ directions.T
-        for first, last in itertools.pairwise(BANDS):
+        for first, last in itertools.pairwise((*BANDS, width)):
             band, up_to = slice(first, last), slice(0, last)
             missed = (got[:, band] - wanted[:, band]).square().sum()
             rows.append(
@@ -56,7 +57,7 @@ def main() -> None:
                     "share of variance": float(_variance(wanted[:, band]) / _variance(wanted)),
                     "explained": float(1 - missed / wanted[:, band].square().sum()),
                     "cosine up to here": _cosine(got[:, up_to], wanted[:, up_to]),
-                    "ceiling": _cosine(F.pad(wanted[:, up_to], (0, BANDS[-1] - last)), wanted),
+                    "ceiling": _cosine(F.pad(wanted[:, up_to], (0, width - last)), wanted),
                 }
             )
     write_csv("basis", rows, options.out, device=options.device, key="weights")
@@ -68,19 +69,20 @@ def _features(
     jury: Jury, size: int, budgets: list[int]
 ) -> tuple[Tensor, dict[tuple[str, int], Tensor]]:
     """The teacher's global features of all photos, and each student's at each budget."""
-    first = next(iter(jury.students.values())).backbone.config
-    grid = (size // first.patch_size, size // first.patch_size)
+    patch = next(iter(jury.students.values())).backbone.config.patch_size
+    grid = (size // patch, size // patch)
     shown = jury.teaching.image_size(grid)
+    # The dense features are not wanted: on the grid of the global one both come from one pass.
+    grid = jury.teaching.lessons[0].global_grid(grid)
     teacher: list[Tensor] = []
     said: dict[tuple[str, int], list[Tensor]] = {}
     for batch in jury.loader.sweep(size=size, teacher_size=shown, batch_size=50):
-        pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
-        teacher.append(jury.teaching.targets(pixels, grid)[0].cls.cpu())
+        teacher.append(jury.teaching.targets(batch.shown, grid)[0].cls.cpu())
         for name, student in jury.students.items():
-            about = student.backbone.config
-            images = normalize(batch.pixels, about.image_mean, about.image_std)
-            with evaluating(student):
-                for cores in budgets:
+            one = jury.examined(student, budgets)
+            images = one.normalise(batch.pixels)
+            with evaluating(student), one.autocast():
+                for cores in one.budgets:
                     found = student(images, cores=cores)[0].cls.float().cpu()
                     said.setdefault((name, cores), []).append(found)
     return torch.cat(teacher), {key: torch.cat(parts) for key, parts in said.items()}

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from rows import RESULTS, others
 from veca.bench import Plan, machine, take_turns
+from veca.data import InMemoryImages
 from veca.files import atomic_write
 from veca.memory import peak_tensor_memory
 
@@ -61,6 +63,15 @@ def matmul_rate() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     ms = time_side_by_side({"matmul": lambda: a @ b}, seconds=0.3)["matmul"]
     return 2 * 8192**3 / ms / 1e9
+
+
+def random_images(size: int, device: torch.device | str) -> InMemoryImages:
+    """4,096 images of noise on the device, where only speed is measured."""
+    pixels = torch.randint(0, 256, (4096, 3, size, size), dtype=torch.uint8, device=device)
+    names = [f"random {i}" for i in range(len(pixels))]
+    return InMemoryImages(
+        pixels, np.arange(len(pixels)), names, mode="square", source_fingerprint="random"
+    )
 
 
 def write_csv(

@@ -16,10 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from common import print_table, write_csv
+from common import print_table, random_images, write_csv
 from rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig, distill, read_metrics
@@ -106,11 +105,7 @@ def main() -> None:
     parser.add_argument("--teachers", nargs="+", default=["efficientnet-lite2", "dinov3-vits16"])
     options = parser.parse_args()
     torch.manual_seed(0)
-    pixels = torch.randint(0, 256, (4096, 3, 256, 256), dtype=torch.uint8, device=DEVICE)
-    names = [f"random {i}" for i in range(len(pixels))]
-    images = InMemoryImages(
-        pixels, np.arange(len(pixels)), names, mode="square", source_fingerprint="random"
-    )
+    images = random_images(256, DEVICE)
     rows: list[dict[str, object]] = []
     for name in options.teachers:
         with tempfile.TemporaryDirectory() as folder:

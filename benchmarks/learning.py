@@ -62,53 +62,25 @@ def teacher_sizes(rows: Rows) -> str:
     )  # fmt: skip
 
 
-def stage_1(rows: Rows) -> str:
-    """The first stage of all three students, as it went."""
-    return _stage(rows, _together("coco-1"), "samples")
-
-
-def stage_2(rows: Rows) -> str:
-    """The same after the second stage, by size."""
-    return _stage(rows, _together("coco-2"), "size")
-
-
-def _together(run: str) -> dict[str, tuple[str, str]]:
-    """The students of the controlled experiment."""
-    return {**_siblings(run), NAMES[CONTROL]: (run, "dense")}
-
-
-def stage_1_longer(rows: Rows) -> str:
-    return _stage(rows, {"small": ("small-1", ""), "tiny": ("tiny-1", "")}, "samples")
-
-
-def stage_2_longer(rows: Rows) -> str:
-    return _stage(rows, {"small": ("small-2", ""), "tiny": ("tiny-2", "")}, "size")
-
-
-def stage_1_further(rows: Rows) -> str:
-    return _stage(rows, _siblings("further-1"), "samples")
-
-
-def stage_2_further(rows: Rows) -> str:
-    return _stage(rows, _siblings("further-2"), "size")
-
-
-def at_192(rows: Rows) -> str:
-    return _stage(rows, _siblings("at192"), "samples")
-
-
-def at_192_sizes(rows: Rows) -> str:
-    return _stage(rows, _siblings("at192-sizes"), "size")
-
-
-def _siblings(run: str) -> dict[str, tuple[str, str]]:
-    """Small, and tiny beside it."""
+def siblings(run: str) -> dict[str, tuple[str, str]]:
+    """Small, and tiny beside it, in one run."""
     return {"small": (run, ""), "tiny": (run, "tiny")}
+
+
+def controlled(run: str) -> dict[str, tuple[str, str]]:
+    """The students of the controlled experiment."""
+    return {**siblings(run), NAMES[CONTROL]: (run, "dense")}
+
+
+def apart(small: str, tiny: str) -> dict[str, tuple[str, str]]:
+    """Each in a run of its own."""
+    return {"small": (small, ""), "tiny": (tiny, "")}
 
 
 def basis(rows: Rows) -> str:
     """Bands of the teacher's principal components: their variance, what students explain of it."""
     students = list(dict.fromkeys((r["weights"], r["cores"]) for r in rows))
+    full = [(name, cores) for name, cores in students if cores == "64"]
     found = {(r["components"], r["weights"], r["cores"]): r for r in rows}
     lines = []
     for band in dict.fromkeys(r["components"] for r in rows):
@@ -118,13 +90,13 @@ def basis(rows: Rows) -> str:
                 band,
                 f"{float(mine[0]['share of variance']):.0%}",
                 *(f"{float(r['explained']):.0%}" for r in mine),
-                *(f"{float(r['cosine up to here']):.2f}" for r in mine if r["cores"] == "64"),
+                *(f"{float(found[(band, *one)]['cosine up to here']):.2f}" for one in full),
                 f"{float(mine[0]['ceiling']):.2f}",
             ]
         )
     names = [f"{name}, C = {cores}" for name, cores in students]
-    wide = [f"cosine up to here, {name}" for name in names if name.endswith("64")]
-    return table(["components", "variance", *names, *wide, "ceiling"], lines)
+    cosines = [f"cosine up to here, {name}, C = {cores}" for name, cores in full]
+    return table(["components", "variance", *names, *cosines, "ceiling"], lines)
 
 
 def first_core(rows: Rows) -> str:
@@ -144,7 +116,7 @@ def _both(row: dict[str, str]) -> str:
     return f"{float(row['cls_cos']):.3f} / {float(row['kl']):.2f}"
 
 
-def _stage(rows: Rows, students: dict[str, tuple[str, str]], by: str) -> str:
+def stage(rows: Rows, *, students: dict[str, tuple[str, str]], by: str) -> str:
     """Cosines and agreement of students, each a run and a name in it, by samples or by size."""
     found = {(r["run"], r["student"], r[by], r["cores"]): r for r in rows}
     columns, titles = [], []

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from common import print_table, write_csv
+from common import print_table, random_images, write_csv
 from rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig
@@ -114,11 +113,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
-    pixels = torch.randint(0, 256, (4096, 3, 224, 224), dtype=torch.uint8, device=device)
-    names = [f"random {i}" for i in range(len(pixels))]
-    images = InMemoryImages(
-        pixels, np.arange(len(pixels)), names, mode="square", source_fingerprint="random"
-    )
+    images = random_images(224, device)
     teacher = load_teacher("efficientnet-lite2", device=device, dtype=torch.bfloat16)
     rows: list[dict[str, object]] = []
     with own_torch_state(device):

@@ -33,6 +33,9 @@ NAMES = {
     SMALL_CONTROL: "small beside the control",
 }
 
+SHIPPED = "at192-sizes"
+"""The run that the shipped weights are the last of."""
+
 Scores = dict[tuple[str, str, str], float]
 """(backbone, cores, probe) -> its score."""
 
@@ -145,8 +148,8 @@ def _score(probe: str, value: float | None) -> str:
 def goals(rows: Rows) -> str:
     """What the weights were to reach, what they reach, and whether that is enough."""
     scores, beside = _scores(rows), _scores(read("control"))
-    shipped = ("at192-sizes", "", "64")
-    cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == shipped]
+    mine = (SHIPPED, "", "64")
+    cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == mine]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
     samples = samples_seen(SMALL)
     knn, linear = (scores[SMALL, "64", p] for p in CLASSIFICATION)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import learning
 import scores
@@ -163,6 +164,11 @@ def cpu(rows: Rows) -> str:
     )
 
 
+def _stage(students: dict[str, tuple[str, str]], by: str) -> Callable[[Rows], str]:
+    """A table of students, each a run and a name in it, by "samples" or by "size"."""
+    return partial(learning.stage, students=students, by=by)
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "model": ("model", model),
     "attention": ("attention", attention),
@@ -182,15 +188,15 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "positions": ("positions", learning.positions),
     "routing": ("routing", learning.routing),
     "teacher-sizes": ("teacher_sizes", learning.teacher_sizes),
-    "stage-1": ("training", learning.stage_1),
-    "stage-2": ("training", learning.stage_2),
+    "stage-1": ("training", _stage(learning.controlled("coco-1"), "samples")),
+    "stage-2": ("training", _stage(learning.controlled("coco-2"), "size")),
     "search": ("training", learning.search),
-    "stage-1-longer": ("training", learning.stage_1_longer),
-    "stage-2-longer": ("training", learning.stage_2_longer),
-    "stage-1-further": ("training", learning.stage_1_further),
-    "stage-2-further": ("training", learning.stage_2_further),
-    "at-192": ("training", learning.at_192),
-    "at-192-sizes": ("training", learning.at_192_sizes),
+    "stage-1-longer": ("training", _stage(learning.apart("small-1", "tiny-1"), "samples")),
+    "stage-2-longer": ("training", _stage(learning.apart("small-2", "tiny-2"), "size")),
+    "stage-1-further": ("training", _stage(learning.siblings("further-1"), "samples")),
+    "stage-2-further": ("training", _stage(learning.siblings("further-2"), "size")),
+    "at-192": ("training", _stage(learning.siblings("at192"), "samples")),
+    "at-192-sizes": ("training", _stage(learning.siblings("at192-sizes"), "size")),
     "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),
 }

@@ -97,6 +97,8 @@ def test_a_worker_that_fails_to_start_is_replaced(
 ):
     from veca.collections import engine_ray
 
+    if not hasattr(ray.data.DataContext.get_current(), "max_consecutive_actor_init_deaths"):
+        pytest.skip("this version of Ray cannot replace it")
     mark, room = tmp_path / "failed", engine_ray._room
     monkeypatch.setattr(engine_ray, "_room", lambda *args: (FailsOnce(mark), *room(*args)[1:]))
     embed(images, tmp_path / "local")

@@ -74,11 +74,9 @@ def test_recorded_steps_are_the_launched_ones(tmp_path, changes) -> None:
     kinds = Counter((r["size"], budget) for r in recorded for budget in r["cores"])
     assert len(kinds) > 1 and max(kinds.values()) > 1  # several recordings, and some replayed
     assert len(launched) == len(recorded)
-    # Sums on a GPU may run in another order from one launch to the next, and each step builds on
-    # what that did to those before it.
-    rounding = 5e-3 if changes.get("precision") == "bfloat16" else 1e-4
+    # Sums on a GPU may run in another order from one launch to the next.
+    tolerance = 5e-3 if changes.get("precision") == "bfloat16" else 1e-4
     for one, other in zip(launched, recorded, strict=True):
-        tolerance = max(rounding, 1e-4 * one["step"])
         for name in ("loss", "grad_norm", "smaller:loss"):
             if name in one:
                 assert other[name] == pytest.approx(one[name], rel=tolerance), (one["step"], name)

@@ -52,6 +52,11 @@ class Batch:
     """The epoch of the global batch's first sample."""
     step: int
 
+    @property
+    def shown(self) -> Tensor:
+        """What the teacher sees."""
+        return self.pixels if self.teacher_pixels is None else self.teacher_pixels
+
 
 @dataclass(frozen=True)
 class _Request:

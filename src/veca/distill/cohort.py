@@ -66,11 +66,10 @@ class Cohort:
         """
         patch = self.main.architecture.patch_size
         grid = (step.size // patch, step.size // patch)
-        shown = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
         count = len(batch.pixels)
         o = self.config.optimizer
         part_size = -(-count // o.accumulate_by_size.get(step.size, o.accumulate))
-        parts = list(zip(batch.pixels.split(part_size), shown.split(part_size), strict=True))
+        parts = list(zip(batch.pixels.split(part_size), batch.shown.split(part_size), strict=True))
         sums: dict[str, Tensor] = {}
         for number, (pixels, shown_pixels) in enumerate(parts):
             targets = self.teaching.targets(shown_pixels, grid)

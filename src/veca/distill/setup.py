@@ -288,12 +288,11 @@ def estimate_statistics(
     while seen < max(wanted.values()):
         step = plan.step(number)
         batch = loader.batch(number)
-        pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
         grid = (step.size // patch_size, step.size // patch_size)
         for lesson in open_lessons:
             if seen < wanted[lesson.name]:
                 for moments, part in zip(
-                    running[lesson.name], teaching.features(lesson, pixels, grid), strict=True
+                    running[lesson.name], teaching.features(lesson, batch.shown, grid), strict=True
                 ):
                     moments.add(part)
         seen += step.batch

@@ -75,8 +75,7 @@ def validate(
             sweep = loader.sweep(size=size, teacher_size=shown, batch_size=count)
             for batch in _every(sweep, -(-loader.samples // count), size, shown, world):
                 real = len(batch.indices)
-                pixels = batch.pixels if batch.teacher_pixels is None else batch.teacher_pixels
-                targets = teaching.targets(pixels, grid)
+                targets = teaching.targets(batch.shown, grid)
                 for one, mine in zip(examined, sums, strict=True):
                     images = one.normalise(batch.pixels)
                     for i, budget in enumerate(one.budgets):
