@@ -33,7 +33,7 @@ NAMES = {
     SMALL_CONTROL: "small beside the control",
 }
 
-SHIPPED = "at192-sizes"
+SHIPPED = "on192-sizes"
 """The run that the shipped weights are the last of."""
 
 Scores = dict[tuple[str, str, str], float]

@@ -197,6 +197,8 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "stage-2-further": ("training", _stage(learning.siblings("further-2"), "size")),
     "at-192": ("training", _stage(learning.siblings("at192"), "samples")),
     "at-192-sizes": ("training", _stage(learning.siblings("at192-sizes"), "size")),
+    "on-192": ("training", _stage(learning.siblings("on192"), "samples")),
+    "on-192-sizes": ("training", _stage(learning.siblings("on192-sizes"), "size")),
     "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),
 }
