@@ -28,7 +28,7 @@ from veca.data.decode import EncodedImage, shaped
 from veca.dense import DenseVit
 from veca.distill import DistillConfig, load_config
 from veca.distill.parallel import World
-from veca.distill.setup import open_data, open_teachers
+from veca.distill.setup import Data, open_data, open_teachers
 from veca.distill.standardise import find_targets
 from veca.distill.student import Student, load_backbone
 from veca.distill.validate import Examined, validate
@@ -75,7 +75,8 @@ def opened(options: argparse.Namespace) -> tuple[DistillConfig, World, Loader]:
     """The settings, the device and the photos."""
     config = load_config(options.config, overrides=options.set, data=options.data)
     world = World(device=torch.device(options.device))
-    return config, world, held_out(config, options.images, world)
+    source, held = held_out_places(config)
+    return config, world, swept(config, source, held[: options.images], world)
 
 
 class Jury:
@@ -83,8 +84,8 @@ class Jury:
 
     def __init__(self, options: argparse.Namespace) -> None:
         folders = dict(item.split("=", 1) for item in options.weights)
-        config, self.world, self.loader = opened(options)
-        self.teaching = open_teachers(config, self.world)
+        self.config, self.world, self.loader = opened(options)
+        self.teaching = open_teachers(self.config, self.world)
         if len(self.teaching.lessons) > 1:
             raise SystemExit("one teacher at a time: heads of further ones are not measured here.")
         lesson = self.teaching.lessons[0]
@@ -139,18 +140,22 @@ def _blank(student: Student) -> dict[str, str]:
 
 def held_out_places(config: DistillConfig) -> tuple[Any, Sequence[int]]:
     """The images that runs with these settings validate on: their source, and places in it."""
-    data = open_data(dataclasses.replace(config.data, in_memory=False), World())
+    data = split(config)
     if data.validation is None:
         raise SystemExit("these settings hold no images out; set data.hold_out.")
     everything = range(len(data.validation))
     return data.validation, everything if data.validation_subset is None else data.validation_subset
 
 
-def held_out(config: DistillConfig, count: int, world: World) -> Loader:
-    """The first of the photos that runs with these settings hold out; only those are decoded."""
+def split(config: DistillConfig) -> Data:
+    """What runs with these settings train on and what they hold out; nothing is decoded."""
+    return open_data(dataclasses.replace(config.data, in_memory=False), World())
+
+
+def swept(config: DistillConfig, source: Any, chosen: Sequence[int], world: World) -> Loader:
+    """The photos at these places of the source, whole, as a run would hold them in memory."""
     about = config.data
-    source, held = held_out_places(config)
-    places = np.asarray(held[:count])
+    places = np.asarray(chosen)
     if isinstance(source, InMemoryImages):
         pixels = source.images[torch.from_numpy(places)].numpy()
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rows import Rows, table
 from scores import CONTROL, NAMES, SMALL, TINY
 
@@ -101,19 +103,30 @@ def basis(rows: Rows) -> str:
 
 def first_core(rows: Rows) -> str:
     """Cosine and divergence of the first core and of the mean of the patches."""
-    features = list(dict.fromkeys(r["feature"] for r in rows))
-    found = {(r["weights"], r["cores"], r["feature"]): r for r in rows}
+    return _beside(rows, "feature", lambda r: f"{float(r['cls_cos']):.3f} / {float(r['kl']):.2f}")
+
+
+def by_heart(rows: Rows) -> str:
+    """Cosines, divergence and agreement on photos held out and on those trained on."""
+
+    def cell(r: dict[str, str]) -> str:
+        cls, dense, agree = _cosines(r)
+        return f"{cls} / {dense} / {float(r['kl']):.2f} / {agree}"
+
+    return _beside(rows, "photos", cell)
+
+
+def _beside(rows: Rows, column: str, cell: Callable[[dict[str, str]], str]) -> str:
+    """Weights at each budget, with a column for each value of one of the results' columns."""
+    values = list(dict.fromkeys(r[column] for r in rows))
+    found = {(r["weights"], r["cores"], r[column]): r for r in rows}
     return table(
-        ["weights", "cores", *features],
+        ["weights", "cores", *values],
         [
-            [name, cores, *(_both(found[name, cores, f]) for f in features)]
+            [name, cores, *(cell(found[name, cores, value]) for value in values)]
             for name, cores in dict.fromkeys((r["weights"], r["cores"]) for r in rows)
         ],
     )
-
-
-def _both(row: dict[str, str]) -> str:
-    return f"{float(row['cls_cos']):.3f} / {float(row['kl']):.2f}"
 
 
 def stage(rows: Rows, *, students: dict[str, tuple[str, str]], by: str) -> str:

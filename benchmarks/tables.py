@@ -201,6 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "on-192-sizes": ("training", _stage(learning.siblings("on192-sizes"), "size")),
     "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),
+    "by-heart": ("by_heart", learning.by_heart),
 }
 """Name -> the results file, or the folder of them, and what makes the table."""
 

@@ -1,0 +1,45 @@
+"""Does a student know the photos it trains on better than others?
+
+    PYTHONPATH=src python benchmarks/by_heart.py --config configs/coco-192-sizes.toml \
+        --data COCO/train2017 --weights small=runs/at192-sizes/final
+
+The same questions about two sets of photos, whole and in their own colours: the first that the
+settings hold out, and as many drawn from those they train on. What was learnt by heart shows as the
+difference.
+Writes results/by_heart.csv; rows of weights that are not named again are kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agreement import Jury, add_weights, options_of, split, swept
+from common import print_table, write_csv
+from veca.data import Loader
+
+
+def main() -> None:
+    parser = options_of(__doc__, images=500)
+    add_weights(parser)
+    parser.add_argument("--size", type=int, default=192)
+    parser.add_argument("--cores", type=int, nargs="+", default=[8, 64])
+    options = parser.parse_args()
+
+    jury = Jury(options)
+    rows = jury.rows([options.size], options.cores, photos="held out")
+    jury.loader = _trained_on(jury, jury.loader.samples)
+    rows += jury.rows([options.size], options.cores, photos="trained on")
+    write_csv("by_heart", rows, options.out, device=options.device, key="weights")
+    print_table(rows)
+
+
+def _trained_on(jury: Jury, count: int) -> Loader:
+    """As many of the photos that the settings train on, drawn with seed 0."""
+    data = split(jury.config)
+    everything = range(len(data.source)) if data.subset is None else data.subset
+    drawn = np.random.default_rng(0).choice(np.asarray(everything), count, replace=False)
+    return swept(jury.config, data.source, drawn.tolist(), jury.world)
+
+
+if __name__ == "__main__":
+    main()
