@@ -71,6 +71,12 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weights", action="append", required=True, metavar="NAME=FOLDER")
 
 
+def add_question(parser: argparse.ArgumentParser, size: int) -> None:
+    """One size, and the smallest and the largest budget."""
+    parser.add_argument("--size", type=int, default=size)
+    parser.add_argument("--cores", type=int, nargs="+", default=[8, 64])
+
+
 def opened(options: argparse.Namespace) -> tuple[DistillConfig, World, Loader]:
     """The settings, the device and the photos."""
     config = load_config(options.config, overrides=options.set, data=options.data)
@@ -102,21 +108,35 @@ class Jury:
         return Student(backbone.float(), widths).to(self.world.device)
 
     def rows(
-        self, sizes: Sequence[int], cores: Sequence[int], **about: object
+        self,
+        sizes: Sequence[int],
+        cores: Sequence[int],
+        *,
+        loader: Loader | None = None,
+        **about: object,
     ) -> list[dict[str, object]]:
-        """The rows of all networks, with `about` in each; a dense one has no budget."""
+        """The rows of all networks, with `about` in each; a dense one has no budget.
+
+        They are asked about the photos held out, or about those of another loader.
+        """
+        loader = self.loader if loader is None else loader
         pixels = PIXELS.get(self.world.device.type, PIXELS["cpu"])
         found = validate(
             [self.examined(student, cores) for student in self.students.values()],
             self.teaching,
-            self.loader,
+            loader,
             sizes=sizes,
             batches={size: max(1, pixels // size**2) for size in sizes},
             world=self.world,
         )
-        images = self.loader.samples
         return [
-            {"weights": name, **about, "images": images, **row, **_blank(self.students[name])}
+            {
+                "weights": name,
+                **about,
+                "images": loader.samples,
+                **row,
+                **_blank(self.students[name]),
+            }
             for name, rows in zip(self.students, found, strict=True)
             for row in rows
         ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from agreement import Jury, add_weights, options_of
+from agreement import Jury, add_question, add_weights, options_of
 from common import print_table, write_csv
 from veca.model import evaluating
 
@@ -30,8 +30,7 @@ BANDS = (0, 16, 64, 256)
 def main() -> None:
     parser = options_of(__doc__, images=1000)
     add_weights(parser)
-    parser.add_argument("--size", type=int, default=192)
-    parser.add_argument("--cores", type=int, nargs="+", default=[8, 64])
+    add_question(parser, size=192)
     options = parser.parse_args()
 
     jury = Jury(options)

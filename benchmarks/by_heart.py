@@ -5,15 +5,14 @@
 
 The same questions about two sets of photos, whole and in their own colours: the first that the
 settings hold out, and as many drawn from those they train on. What was learnt by heart shows as the
-difference.
-Writes results/by_heart.csv; rows of weights that are not named again are kept.
+difference. Writes results/by_heart.csv; rows of weights that are not named again are kept.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from agreement import Jury, add_weights, options_of, split, swept
+from agreement import Jury, add_question, add_weights, options_of, split, swept
 from common import print_table, write_csv
 from veca.data import Loader
 
@@ -21,14 +20,13 @@ from veca.data import Loader
 def main() -> None:
     parser = options_of(__doc__, images=500)
     add_weights(parser)
-    parser.add_argument("--size", type=int, default=192)
-    parser.add_argument("--cores", type=int, nargs="+", default=[8, 64])
+    add_question(parser, size=192)
     options = parser.parse_args()
 
     jury = Jury(options)
     rows = jury.rows([options.size], options.cores, photos="held out")
-    jury.loader = _trained_on(jury, jury.loader.samples)
-    rows += jury.rows([options.size], options.cores, photos="trained on")
+    seen = _trained_on(jury, jury.loader.samples)
+    rows += jury.rows([options.size], options.cores, loader=seen, photos="trained on")
     write_csv("by_heart", rows, options.out, device=options.device, key="weights")
     print_table(rows)
 

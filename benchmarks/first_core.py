@@ -18,7 +18,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from agreement import Jury, add_weights, options_of
+from agreement import Jury, add_question, add_weights, options_of
 from common import print_table, write_csv
 from veca.distill.standardise import TargetStatistics
 from veca.distill.student import Prediction, Student
@@ -27,8 +27,7 @@ from veca.distill.student import Prediction, Student
 def main() -> None:
     parser = options_of(__doc__, images=512)
     add_weights(parser)
-    parser.add_argument("--size", type=int, default=112)
-    parser.add_argument("--cores", type=int, nargs="+", default=[8, 64])
+    add_question(parser, size=112)
     options = parser.parse_args()
 
     jury = Jury(options)
