@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rows import Rows, table
-from scores import CONTROL, NAMES, SMALL, TINY
+from scores import CONTROL, NAMES, SMALL, TINY, first_control
 
 
 def agreement(rows: Rows) -> str:
     columns = [(SMALL, "8"), (SMALL, "64"), (TINY, "8"), (TINY, "64"), (CONTROL, "")]
     found = {(r["weights"], r["cores"], r["size"]): r for r in rows}
     return table(
-        ["pixels", *(f"{NAMES[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
+        ["pixels", *(f"{NAMES[n]}, C = {c}" if c else first_control() for n, c in columns)],
         [
             [
                 size,
@@ -27,7 +27,7 @@ def positions(rows: Rows) -> str:
     names = sorted({r["weights"] for r in rows}, key=list(NAMES).index)
     found = {(r["weights"], r["coordinates"]): r for r in rows}
     return table(
-        ["coordinates of the patches", *(NAMES[name] for name in names)],
+        ["coordinates of the patches", *({**NAMES, CONTROL: first_control()}[n] for n in names)],
         [
             [
                 what if what == "shuffled" else f"x {float(what):g}",
@@ -69,14 +69,19 @@ def siblings(run: str) -> dict[str, tuple[str, str]]:
     return {"small": (run, ""), "tiny": (run, "tiny")}
 
 
+def controlled_apart(small: str, dense: str) -> dict[str, tuple[str, str]]:
+    """Small and the dense ViT, each in a run of its own."""
+    return apart(small, dense, NAMES[CONTROL])
+
+
 def controlled(run: str) -> dict[str, tuple[str, str]]:
     """The students of the controlled experiment."""
     return {**siblings(run), NAMES[CONTROL]: (run, "dense")}
 
 
-def apart(small: str, tiny: str) -> dict[str, tuple[str, str]]:
+def apart(small: str, other: str, name: str = "tiny") -> dict[str, tuple[str, str]]:
     """Each in a run of its own."""
-    return {"small": (small, ""), "tiny": (tiny, "")}
+    return {"small": (small, ""), name: (other, "")}
 
 
 def basis(rows: Rows) -> str:

@@ -12,7 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rows import read
-from scores import CONTROL, NAMES, PROBES, SMALL, TEACHER, TINY, samples_seen
+from scores import (
+    CONTROL,
+    NAMES,
+    PROBES,
+    SMALL,
+    TEACHER,
+    TINY,
+    dense_control,
+    first_control,
+    samples_seen,
+)
 from veca.files import atomic_write
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
@@ -93,7 +103,7 @@ LINES = {TEACHER: ("#009E73", ":"), CONTROL: ("black", "--")}
 
 def budget_plot() -> None:
     """Every probe against the budget: the students' curves, the others' levels."""
-    rows = [*read("probes"), *(r for r in read("control") if r["backbone"] == CONTROL)]
+    rows = [*read("probes"), *dense_control()]
     figure = Figure(figsize=(14, 3.3), layout="constrained")
     for axis, (probe, (title, metric)) in zip(
         figure.subplots(1, len(PROBES)), PROBES.items(), strict=True
@@ -137,7 +147,7 @@ def size_plot() -> None:
                     marker="o",
                     color=colour,
                     linestyle=style,
-                    label=f"{NAMES[name]}{f', C = {cores}' if cores else ''}",
+                    label=f"{NAMES[name]}, C = {cores}" if cores else first_control(),
                 )
         _pixels(axis, [int(s) for s in dict.fromkeys(r["size"] for r in rows)])
         axis.set_title(f"cosine to the teacher, {title}", fontsize=10)

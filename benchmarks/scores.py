@@ -1,7 +1,8 @@
 """Tables of what the weights reach: probes, budgets, the dense control, goals.
 
 Results of the shipped weights are in results/probes; those of the controlled experiment, in which
-small, tiny and a dense ViT learnt in the same steps, in results/control.
+VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
+are of.
 """
 
 from __future__ import annotations
@@ -35,13 +36,22 @@ NAMES = {
 
 SHIPPED = "on192-sizes"
 """The run that the shipped weights are the last of."""
+EXPERIMENT = (("coco-2", "coco-2"), ("small-2", "dense-2"))
+"""Last runs of VECA-small and of the dense ViT after the same settings, the longest at the end."""
+LONGEST = EXPERIMENT[-1]
+WAYS = {
+    "coco-2": ("coco-1", "coco-2"),
+    "small-2": ("coco-1", "small-1", "small-2"),
+    "dense-2": ("coco-1", "coco-2", "dense-1", "dense-2"),
+}
+"""The experiment's runs, each with all that came before it."""
 
 Scores = dict[tuple[str, str, str], float]
 """(backbone, cores, probe) -> its score."""
 
 
 def probes(rows: Rows, budgets: Sequence[str] = EVERY_BUDGET) -> str:
-    scores = _scores([*read("control"), *rows])
+    scores = _scores([*dense_control(), *rows])
     lines = [(TEACHER, ""), (CONTROL, ""), *((x, c) for x in (SMALL, TINY) for c in budgets)]
     return table(
         ["", "cores", *(title for title, _ in PROBES.values())],
@@ -60,27 +70,36 @@ def probes_short(rows: Rows) -> str:
     return probes(rows, ("8", "64"))
 
 
+def dense_control() -> Rows:
+    """The records of the dense ViT that has seen most."""
+    return [r for r in read(f"control/{LONGEST[1]}") if r["backbone"] == CONTROL]
+
+
 def control(rows: Rows) -> str:
     """VECA-small's share of the dense ViT's scores: after the same steps, and as it is shipped."""
-    beside, shipped = _scores(rows), _scores(read("probes"))
+    pairs = [(_beside(ours), samples_after(ours), theirs) for ours, theirs in EXPERIMENT]
+    pairs.append((_scores(rows), samples_seen(SMALL), LONGEST[1]))
     lines = []
-    for samples, scores in ((samples_seen(CONTROL), beside), (samples_seen(SMALL), shipped)):
+    for scores, samples, theirs in pairs:
+        dense = _beside(theirs)
         for cores in BUDGETS:
             shares = (
-                _ratio(probe, scores[SMALL, cores, probe], beside[CONTROL, "", probe])
+                _ratio(probe, scores[SMALL, cores, probe], dense[CONTROL, "", probe])
                 for probe in PROBES
             )
-            lines.append([f"{samples:.1f} M", cores, *(f"{100 * x:.1f} %" for x in shares)])
-    header = ["samples of VECA", "cores", *(_plain(title) for title, _ in PROBES.values())]
-    return table(header, lines)
+            seen = (f"{x:.1f} M" for x in (samples, samples_after(theirs)))
+            lines.append([*seen, cores, *(f"{100 * x:.1f} %" for x in shares)])
+    header = ["samples of VECA", "of the dense ViT", "cores"]
+    return table([*header, *(_plain(title) for title, _ in PROBES.values())], lines)
 
 
 def gains(rows: Rows) -> str:
-    """The shipped weights beside those of the controlled experiment, with all cores."""
-    before, now = _scores(read("control")), _scores(rows)
+    """The shipped weights beside those that the controlled experiment began with, all cores."""
+    first, _ = EXPERIMENT[0]
+    before, now = _beside(first), _scores(rows)
     lines = []
     for name in (SMALL, TINY):
-        for samples, scores in ((samples_seen(CONTROL), before), (samples_seen(name), now)):
+        for samples, scores in ((samples_after(first), before), (samples_seen(name), now)):
             found = (_score(probe, scores[name, "64", probe]) for probe in PROBES)
             lines.append([NAMES[name], f"{samples:.1f} M", *found])
     return table(["", "samples", *(title for title, _ in PROBES.values())], lines)
@@ -119,19 +138,34 @@ def _scores(rows: Rows) -> Scores:
     }
 
 
+def _beside(run: str) -> Scores:
+    """Those of the controlled experiment after one of its runs."""
+    return _scores(read(f"control/{run}"))
+
+
 def _ratio(probe: str, ours: float, theirs: float) -> float:
     """Our share of their score; of an error, the inverse."""
     return theirs / ours if PROBES[probe][1] == "rmse" else ours / theirs
 
 
 def samples_seen(name: str) -> float:
-    """In millions; of shipped weights by their provenance, of the experiment's by its runs."""
+    """In millions; of shipped weights by their provenance, of the dense control by its runs."""
     if name == CONTROL:
-        seen: dict[str, int] = {}
-        for row in read("training"):
-            seen[row["run"]] = max(seen.get(row["run"], 0), int(row["samples"]))
-        return (seen["coco-1"] + seen["coco-2"]) / 1e6
+        return samples_after(LONGEST[1])
     return float(read_provenance(name)["samples_in_all"]) / 1e6
+
+
+def first_control() -> str:
+    """What the dense control is called where it is that of the shortest experiment."""
+    return f"{NAMES[CONTROL]}, {samples_after(EXPERIMENT[0][1]):.1f} M"
+
+
+def samples_after(run: str) -> float:
+    """In millions, up to the end of one of the experiment's runs."""
+    seen: dict[str, int] = {}
+    for row in read("training"):
+        seen[row["run"]] = max(seen.get(row["run"], 0), int(row["samples"]))
+    return sum(seen[one] for one in WAYS[run]) / 1e6
 
 
 def _plain(title: str) -> str:
@@ -147,7 +181,8 @@ def _score(probe: str, value: float | None) -> str:
 
 def goals(rows: Rows) -> str:
     """What the weights were to reach, what they reach, and whether that is enough."""
-    scores, beside = _scores(rows), _scores(read("control"))
+    scores = _scores(rows)
+    ours, theirs = LONGEST
     mine = (SHIPPED, "", "64")
     cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == mine]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
@@ -164,8 +199,9 @@ def goals(rows: Rows) -> str:
         for probe, (title, metric) in PROBES.items()
         if probe not in CLASSIFICATION
     ]
+    veca, dense = _beside(ours), _beside(theirs)
     shares = {
-        _plain(title): _ratio(probe, beside[SMALL, "64", probe], beside[CONTROL, "", probe])
+        _plain(title): _ratio(probe, veca[SMALL, "64", probe], dense[CONTROL, "", probe])
         for probe, (title, _) in PROBES.items()
     }
     first = by_size[192]
@@ -206,8 +242,8 @@ def goals(rows: Rows) -> str:
             not low,
         ),
         (
-            "VECA-small at C = 64 keeps 97 % of the dense control, "
-            f"both after {samples_seen(CONTROL):.1f} M samples",
+            "VECA-small at C = 64 keeps 97 % of the dense control, after "
+            f"{samples_after(ours):.1f} and {samples_after(theirs):.1f} M samples",
             "; ".join(f"{title} {100 * share:.1f} %" for title, share in shares.items()),
             min(shares.values()) >= 0.97,
         ),

@@ -179,7 +179,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "cpu": ("cpu", cpu),
     "probes": ("probes", scores.probes),
     "probes-short": ("probes", scores.probes_short),
-    "control": ("control", scores.control),
+    "control": ("probes", scores.control),
     "costs": ("control", scores.costs),
     "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
@@ -193,6 +193,14 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "search": ("training", learning.search),
     "stage-1-longer": ("training", _stage(learning.apart("small-1", "tiny-1"), "samples")),
     "stage-2-longer": ("training", _stage(learning.apart("small-2", "tiny-2"), "size")),
+    "dense-longer": (
+        "training",
+        _stage(learning.controlled_apart("small-1", "dense-1"), "samples"),
+    ),
+    "dense-longer-sizes": (
+        "training",
+        _stage(learning.controlled_apart("small-2", "dense-2"), "size"),
+    ),
     "stage-1-further": ("training", _stage(learning.siblings("further-1"), "samples")),
     "stage-2-further": ("training", _stage(learning.siblings("further-2"), "size")),
     "at-192": ("training", _stage(learning.siblings("at192"), "samples")),

@@ -145,6 +145,12 @@ def test_a_dry_run_counts_them_all() -> None:
     assert any("sibling dense: 2 layers, width 32, full attention" in x for x in three.lines)
 
 
+def test_budgets_are_told_where_a_student_has_one() -> None:
+    for student, told in ((TABLE["student"], True), (DENSE, False)):
+        lines = dry_run(settings(student=student)).lines
+        assert any(line.startswith("budgets: ") for line in lines) is told
+
+
 def test_sections_by_student() -> None:
     sections = {"student": {}, "targets": {}, "a:student": {"x": torch.ones(1)}}
     assert set(sections_of(sections, MAIN)) == {"student", "targets"}
