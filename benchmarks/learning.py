@@ -42,7 +42,7 @@ def routing(rows: Rows) -> str:
     """The dense cosine at the last step, of every seed."""
     last = max(rows, key=lambda r: int(r["step"]))["step"]
     rows = [r for r in rows if r["step"] == last]
-    seeds = list(dict.fromkeys(r["seed"] for r in rows))
+    seeds = sorted({r["seed"] for r in rows}, key=int)
     found = {(r["student"], r["cores"], r["seed"]): r for r in rows}
     return table(
         ["", "cores", *(f"seed {seed}" for seed in seeds)],

@@ -1,19 +1,23 @@
-"""Can patches learn to fetch something from a place? With and without moved coordinates.
+"""Can patches learn to fetch something from a place? And what is in the way of it?
 
     PYTHONPATH=src python benchmarks/routing.py --seeds 0 1 2
 
 The teacher says of each patch what the patch at the mirrored place looks like (mean colour and
-roughness), so a student has to carry things across the image by position alone. Four students
-learn it in one run from the same batches: VECA and a dense ViT, each as published (in training the
-patches' coordinates are shifted and stretched, those of the cores are not) and without that. Six
-minutes of one core for a seed. Writes results/routing.csv: cosines on crops held out, as the run
-goes on.
+roughness), so a student has to carry things across the image by position alone. Students learn it
+in one run from the same batches: VECA and a dense ViT, each as published (in training the patches'
+coordinates are shifted and stretched, those of the cores are not) and without that, and a dense ViT
+of half the layers, since from patch to patch VECA needs two, one to a core and one back. Further
+runs, of the same batches, have a VECA that never works with fewer than 64 cores, which tells what
+it costs to be elastic, and one that learns with 64 cores and with fewer in each step. Eleven
+minutes of one core for a seed. Writes results/routing.csv: cosines on crops held out, as the runs
+go on; rows of seeds that are not named again are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +30,23 @@ from rows import RESULTS
 from veca.distill import DistillConfig, distill, read_metrics
 from veca.teachers import CallableTeacher
 
-STUDENT = {"preset": "tiny", "config": {"depth": 4, "width": 96, "heads": 3}}
+DEPTH = 4
 STILL = {"rope_rescale": 1.0, "rope_shift": 0.0}
 NAMES = {
     "": "VECA",
     "still": "VECA, coordinates left alone",
     "dense": "dense ViT",
     "dense-still": "dense ViT, coordinates left alone",
+    "dense-half": "dense ViT of half the layers, coordinates left alone",
 }
+NESTED: dict[str, dict[str, Any]] = {
+    "VECA, coordinates left alone, always 64 cores": {"budgets": [64]},
+    "VECA, coordinates left alone, 64 cores and fewer in each step": {
+        "per_step": 2,
+        "weights": [1, 1, 1, 1, 1, 1, 1, 1000],  # two different budgets: 64 is one of them
+    },
+}
+"""Other ways to learn to be elastic, or not to."""
 
 
 def mirrored(images: Tensor) -> Tensor:
@@ -43,16 +56,22 @@ def mirrored(images: Tensor) -> Tensor:
     return looks.flip(-1)
 
 
-def settings(steps: int, seed: int) -> DistillConfig:
-    still = {**STUDENT, "config": {**STUDENT["config"], **STILL}}  # type: ignore[dict-item]
+def student(*, still: bool = False, dense: bool = False, depth: int = DEPTH) -> dict[str, Any]:
+    config = {"depth": depth, "width": 96, "heads": 3, **(STILL if still else {})}
+    return {"preset": "tiny", "config": config, "dense": dense}
+
+
+def settings(steps: int, seed: int, nested: dict[str, Any] | None = None) -> DistillConfig:
+    """All students; or VECA alone, which draws its budgets otherwise."""
     table: dict[str, Any] = {
         "seed": seed,
         "device": "cpu",
-        "student": STUDENT,
+        "student": student(),
         "siblings": {
-            "still": still,
-            "dense": {**STUDENT, "dense": True},
-            "dense-still": {**still, "dense": True},
+            "still": student(still=True),
+            "dense": student(dense=True),
+            "dense-still": student(still=True, dense=True),
+            "dense-half": student(still=True, dense=True, depth=DEPTH // 2),
         },
         "teachers": [{"name": "mirrored", "standardise": True, "standardise_images": 256}],
         "data": {
@@ -66,7 +85,31 @@ def settings(steps: int, seed: int) -> DistillConfig:
         "validation": {"every": 100, "budgets": [8, 64]},
         "follow": {"every": 50, "tensorboard": False},
     }
+    if nested is not None:
+        table |= {"student": student(still=True), "siblings": {}, "nested": nested}
+        table["validation"]["budgets"] = nested.get("budgets", [8, 64])
     return DistillConfig.from_dict(table)
+
+
+def learnt(config: DistillConfig, names: Mapping[str, str]) -> list[dict[str, object]]:
+    """A row for each validation, student and budget of a run; `names` says who a student is."""
+    teacher = CallableTeacher(mirrored, width=6, stride=16, name="mirrored")
+    with tempfile.TemporaryDirectory() as folder:
+        distill(config, folder, teachers=[teacher])
+        records = read_metrics(folder, "validation")
+    return [
+        {
+            "student": names[who],
+            "cores": "" if who.startswith("dense") else cell["cores"],
+            "seed": config.seed,
+            "step": record["step"],
+            "cls_cos": cell["cls_cos"],
+            "dense_cos": cell["dense_cos"],
+        }
+        for record in records
+        for cell in record["grid"]
+        for who in (cell.get("student", ""),)
+    ]
 
 
 def main() -> None:
@@ -75,25 +118,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    teacher = CallableTeacher(mirrored, width=6, stride=16, name="mirrored")
-    rows: list[dict[str, object]] = []
+    rows = []
     for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as folder:
-            distill(settings(options.steps, seed), folder, teachers=[teacher])
-            for record in read_metrics(folder, "validation"):
-                for cell in record["grid"]:
-                    student = cell.get("student", "")
-                    rows.append(
-                        {
-                            "student": NAMES[student],
-                            "cores": "" if student.startswith("dense") else cell["cores"],
-                            "seed": seed,
-                            "step": record["step"],
-                            "cls_cos": cell["cls_cos"],
-                            "dense_cos": cell["dense_cos"],
-                        }
-                    )
-    write_csv("routing", rows, options.out, device="cpu")
+        rows += learnt(settings(options.steps, seed), NAMES)
+        for name, nested in NESTED.items():
+            rows += learnt(settings(options.steps, seed, nested), {"": name})
+    write_csv("routing", rows, options.out, device="cpu", key="seed")
     print_table([row for row in rows if row["step"] == options.steps])
 
 

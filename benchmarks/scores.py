@@ -130,6 +130,22 @@ def budgets(rows: Rows) -> str:
     return table(["", "cores", *(_plain(title) for title, _ in PROBES.values())], lines)
 
 
+def seeds(rows: Rows) -> str:
+    """RMSE of depth by the seed of the probe; the first is that of all other tables."""
+    found = {
+        (r["backbone"], r["cores"], r["probe"]): float(r["rmse"])
+        for r in [*read("probes"), *rows]
+        if r["probe"].startswith("scau-depth")
+    }
+    runs = ["scau-depth", *sorted({r["probe"] for r in rows})]
+    lines = [
+        [NAMES[name], cores, *(f"{found[name, cores, run]:.3f}" for run in runs)]
+        for name in (SMALL, TINY)
+        for cores in BUDGETS
+    ]
+    return table(["", "cores", *(f"seed {seed}" for seed in range(len(runs)))], lines)
+
+
 def _scores(rows: Rows) -> Scores:
     return {
         (r["backbone"], r["cores"], r["probe"]): float(r[PROBES[r["probe"]][1]])

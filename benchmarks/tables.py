@@ -183,6 +183,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "costs": ("control", scores.costs),
     "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
+    "seeds": ("seeds", scores.seeds),
     "agreement": ("agreement", learning.agreement),
     "goals": ("probes", scores.goals),
     "positions": ("positions", learning.positions),

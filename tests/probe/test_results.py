@@ -11,7 +11,9 @@ from veca.probe.protocol import from_dict
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = sorted(
-    path for kind in ("probes", "control") for path in (FOLDER / kind).glob("**/results.json")
+    path
+    for kind in ("probes", "control", "seeds")
+    for path in (FOLDER / kind).glob("**/results.json")
 )
 
 
