@@ -1,4 +1,8 @@
-"""Tables of how the weights learnt: recipes, stages, agreement with the teacher, positions."""
+"""Tables of how the weights learnt: recipes and stages, and what was looked at on the way.
+
+That is agreement with the teacher by size, positions, routing, the teacher by size, its principal
+components, the first core beside the patches, and what is known by heart.
+"""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ in one run from the same batches: VECA and a dense ViT, each as published (in tr
 coordinates are shifted and stretched, those of the cores are not) and without that, and a dense ViT
 of half the layers, since from patch to patch VECA needs two, one to a core and one back. Further
 runs, of the same batches, have a VECA that never works with fewer than 64 cores, which tells what
-it costs to be elastic, and one that learns with 64 cores and with fewer in each step. Eleven
-minutes of one core for a seed. Writes results/routing.csv: cosines on crops held out, as the runs
-go on; rows of seeds that are not named again are kept.
+it costs to be elastic, and one that learns in each step with 64 cores and with fewer, drawn evenly.
+These three have their coordinates left alone. Eleven minutes of one core for a seed. Writes
+results/routing.csv: cosines on crops held out, as the runs go on; rows of seeds that are not named
+again are kept.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Results of the shipped weights are in results/probes; those of the controlled experiment, in which
 VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
-are of.
+are of; those of the depth probe with other seeds in results/seeds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def control(rows: Rows) -> str:
 
 
 def gains(rows: Rows) -> str:
-    """The shipped weights beside those that the controlled experiment began with, all cores."""
+    """The shipped weights beside those that the experiment's first part ended with, all cores."""
     first, _ = EXPERIMENT[0]
     before, now = _beside(first), _scores(rows)
     lines = []

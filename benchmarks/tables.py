@@ -212,7 +212,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "first-core": ("first_core", learning.first_core),
     "by-heart": ("by_heart", learning.by_heart),
 }
-"""Name -> the results file, or the folder of them, and what makes the table."""
+"""Name -> the main results file, or the folder of them, and what makes the table."""
 
 
 def filled(text: str) -> str:
