@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: graph timing side by side, the two ceilings, and the CSV."""
+"""What benchmarks share: graph timing side by side, the two ceilings, whole runs, and the CSV."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ import torch
 from rows import RESULTS, others
 from veca.bench import Plan, machine, take_turns
 from veca.data import InMemoryImages
+from veca.distill import DistillConfig, distill
 from veca.files import atomic_write
 from veca.memory import peak_tensor_memory
 
@@ -72,6 +74,12 @@ def random_images(size: int, device: torch.device | str) -> InMemoryImages:
     return InMemoryImages(
         pixels, np.arange(len(pixels)), names, mode="square", source_fingerprint="random"
     )
+
+
+def distill_whole(config: DistillConfig, folder: str, **given: Any) -> None:
+    """A run with all its steps; where someone stops it, the script ends instead of going on."""
+    if distill(config, folder, **given).stopped == "signal":
+        raise SystemExit("stopped; nothing was written.")
 
 
 def write_csv(

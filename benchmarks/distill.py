@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from common import print_table, random_images, write_csv
+from common import distill_whole, print_table, random_images, write_csv
 from rows import RESULTS
 from veca.data import InMemoryImages
-from veca.distill import DistillConfig, distill, read_metrics
+from veca.distill import DistillConfig, read_metrics
 from veca.teachers import CallableTeacher, Teacher, load_teacher
 
 DEVICE = "cuda"
@@ -77,7 +77,7 @@ def instant(width: int) -> Teacher:
 def loop_speed(name: str, images: InMemoryImages, teacher: Teacher) -> tuple[float, float]:
     """Images a second and the share of time waited for data, when all is compiled."""
     with tempfile.TemporaryDirectory() as folder:
-        distill(settings(name, STEPS), folder, source=images, teachers=[teacher])
+        distill_whole(settings(name, STEPS), folder, source=images, teachers=[teacher])
         records = [r for r in read_metrics(folder) if "images_per_second" in r]
     settled = records[len(records) // 2 :]
     return (

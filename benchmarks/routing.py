@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from common import print_table, write_csv
+from common import distill_whole, print_table, write_csv
 from rows import RESULTS
-from veca.distill import DistillConfig, distill, read_metrics
+from veca.distill import DistillConfig, read_metrics
 from veca.teachers import CallableTeacher
 
 DEPTH = 4
@@ -96,7 +96,7 @@ def learnt(config: DistillConfig, names: Mapping[str, str]) -> list[dict[str, ob
     """A row for each validation, student and budget of a run; `names` says who a student is."""
     teacher = CallableTeacher(mirrored, width=6, stride=16, name="mirrored")
     with tempfile.TemporaryDirectory() as folder:
-        distill(config, folder, teachers=[teacher])
+        distill_whole(config, folder, teachers=[teacher])
         records = read_metrics(folder, "validation")
     return [
         {
