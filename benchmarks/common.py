@@ -79,7 +79,7 @@ def random_images(size: int, device: torch.device | str) -> InMemoryImages:
 def distill_whole(config: DistillConfig, folder: str, **given: Any) -> None:
     """A run with all its steps; where someone stops it, the script ends instead of going on."""
     if distill(config, folder, **given).stopped == "signal":
-        raise SystemExit("stopped; nothing was written.")
+        raise SystemExit("stopped; the run that was under way is not in the results.")
 
 
 def write_csv(

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rows import Rows, table
-from scores import CONTROL, NAMES, SMALL, TINY, first_control
+from scores import CONTROL, NAMES, SMALL, TINY, first_names
 
 
 def agreement(rows: Rows) -> str:
     columns = [(SMALL, "8"), (SMALL, "64"), (TINY, "8"), (TINY, "64"), (CONTROL, "")]
     found = {(r["weights"], r["cores"], r["size"]): r for r in rows}
+    called = first_names()
     return table(
-        ["pixels", *(f"{NAMES[n]}, C = {c}" if c else first_control() for n, c in columns)],
+        ["pixels", *(f"{called[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
         [
             [
                 size,
@@ -30,8 +31,9 @@ def agreement(rows: Rows) -> str:
 def positions(rows: Rows) -> str:
     names = sorted({r["weights"] for r in rows}, key=list(NAMES).index)
     found = {(r["weights"], r["coordinates"]): r for r in rows}
+    called = first_names()
     return table(
-        ["coordinates of the patches", *({**NAMES, CONTROL: first_control()}[n] for n in names)],
+        ["coordinates of the patches", *(called[name] for name in names)],
         [
             [
                 what if what == "shuffled" else f"x {float(what):g}",
@@ -73,19 +75,19 @@ def siblings(run: str) -> dict[str, tuple[str, str]]:
     return {"small": (run, ""), "tiny": (run, "tiny")}
 
 
-def controlled_apart(small: str, dense: str) -> dict[str, tuple[str, str]]:
-    """Small and the dense ViT, each in a run of its own."""
-    return apart(small, dense, NAMES[CONTROL])
-
-
 def controlled(run: str) -> dict[str, tuple[str, str]]:
     """The students of the controlled experiment."""
     return {**siblings(run), NAMES[CONTROL]: (run, "dense")}
 
 
-def apart(small: str, other: str, name: str = "tiny") -> dict[str, tuple[str, str]]:
+def apart(small: str, tiny: str) -> dict[str, tuple[str, str]]:
     """Each in a run of its own."""
-    return {"small": (small, ""), name: (other, "")}
+    return {"small": (small, ""), "tiny": (tiny, "")}
+
+
+def controlled_apart(small: str, dense: str) -> dict[str, tuple[str, str]]:
+    """Small and the dense ViT, each in a run of its own."""
+    return {"small": (small, ""), NAMES[CONTROL]: (dense, "")}
 
 
 def basis(rows: Rows) -> str:

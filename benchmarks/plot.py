@@ -20,7 +20,7 @@ from scores import (
     TEACHER,
     TINY,
     dense_control,
-    first_control,
+    first_names,
     samples_seen,
 )
 from veca.files import atomic_write
@@ -133,7 +133,7 @@ def _labelled(name: str) -> str:
 
 def size_plot() -> None:
     """Agreement with the teacher against the size of the image."""
-    rows = read("agreement")
+    rows, called = read("agreement"), first_names()
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     measures = (("cls_cos", "global feature"), ("dense_cos", "dense features"))
     for axis, (key, title) in zip(figure.subplots(1, 2), measures, strict=True):
@@ -147,7 +147,7 @@ def size_plot() -> None:
                     marker="o",
                     color=colour,
                     linestyle=style,
-                    label=f"{NAMES[name]}, C = {cores}" if cores else first_control(),
+                    label=f"{called[name]}{f', C = {cores}' if cores else ''}",
                 )
         _pixels(axis, [int(s) for s in dict.fromkeys(r["size"] for r in rows)])
         axis.set_title(f"cosine to the teacher, {title}", fontsize=10)

@@ -82,12 +82,12 @@ def control(rows: Rows) -> str:
     lines = []
     for scores, samples, theirs in pairs:
         dense = _beside(theirs)
+        seen = [f"{x:.1f} M" for x in (samples, samples_after(theirs))]
         for cores in BUDGETS:
             shares = (
                 _ratio(probe, scores[SMALL, cores, probe], dense[CONTROL, "", probe])
                 for probe in PROBES
             )
-            seen = (f"{x:.1f} M" for x in (samples, samples_after(theirs)))
             lines.append([*seen, cores, *(f"{100 * x:.1f} %" for x in shares)])
     header = ["samples of VECA", "of the dense ViT", "cores"]
     return table([*header, *(_plain(title) for title, _ in PROBES.values())], lines)
@@ -137,13 +137,13 @@ def seeds(rows: Rows) -> str:
         for r in [*read("probes"), *rows]
         if r["probe"].startswith("scau-depth")
     }
-    runs = ["scau-depth", *sorted({r["probe"] for r in rows})]
+    runs = {"0": "scau-depth", **{r["probe"].rpartition("-")[2]: r["probe"] for r in rows}}
     lines = [
-        [NAMES[name], cores, *(f"{found[name, cores, run]:.3f}" for run in runs)]
+        [NAMES[name], cores, *(f"{found[name, cores, run]:.3f}" for run in runs.values())]
         for name in (SMALL, TINY)
         for cores in BUDGETS
     ]
-    return table(["", "cores", *(f"seed {seed}" for seed in range(len(runs)))], lines)
+    return table(["", "cores", *(f"seed {seed}" for seed in runs)], lines)
 
 
 def _scores(rows: Rows) -> Scores:
@@ -171,9 +171,9 @@ def samples_seen(name: str) -> float:
     return float(read_provenance(name)["samples_in_all"]) / 1e6
 
 
-def first_control() -> str:
-    """What the dense control is called where it is that of the shortest experiment."""
-    return f"{NAMES[CONTROL]}, {samples_after(EXPERIMENT[0][1]):.1f} M"
+def first_names() -> dict[str, str]:
+    """What networks are called where the dense control is that of the experiment's first part."""
+    return {**NAMES, CONTROL: f"{NAMES[CONTROL]}, {samples_after(EXPERIMENT[0][1]):.1f} M"}
 
 
 def samples_after(run: str) -> float:
