@@ -50,7 +50,7 @@ def torchrun(out: Path, *options: str, restarts: int = 0, **changes) -> None:
     done = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr
 
 
 def assert_same(out: Path, one: Path) -> None:
