@@ -18,19 +18,17 @@ from veca.data import InMemoryImages
 from veca.distill import DistillConfig, distill
 from veca.files import atomic_write
 from veca.memory import peak_tensor_memory
+from veca.streams import side_stream
 
 Call = Callable[[], object]
 
 
 def capture(calls: Sequence[Call]) -> Call:
     """Several calls as one CUDA graph: no launch overhead, and as many input sets as calls."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with side_stream():
         for call in calls:
             call()
         calls[0]()
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:

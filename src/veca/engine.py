@@ -23,6 +23,7 @@ from veca.attention import core_attention
 from veca.errors import InputError
 from veca.model import Block, CoreMove, Veca, VecaOutput, check_budget, check_finite, check_images
 from veca.rope import Rotation
+from veca.streams import side_stream
 
 
 class BlockWeights(NamedTuple):
@@ -182,12 +183,9 @@ class Plan:
     def _capture(self, shape: tuple[int, ...]) -> None:
         engine = self.engine
         self.images = torch.zeros(shape, device=engine.device, dtype=engine.dtype)
-        side = torch.cuda.Stream(engine.device)
-        side.wait_stream(torch.cuda.current_stream(engine.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):  # compiles kernels and sets up libraries, which capture cannot
+        with side_stream(engine.device):
+            for _ in range(2):
                 engine.forward(self.images, self.budget, self.rotation)
-        torch.cuda.current_stream(engine.device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.output = engine.forward(self.images, self.budget, self.rotation)

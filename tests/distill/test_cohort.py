@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from veca.distill import DistillError, distill, export_checkpoint, load_targets,
 from veca.distill.cohort import MAIN, section_name, sections_of
 from veca.distill.dry_run import dry_run
 from veca.distill.samples import FilterBank
+from veca.distill.trainer import Trainer
 from veca.teachers import CallableTeacher, read_dense_vit
 from veca.weights import read_provenance
 
@@ -44,6 +47,25 @@ def test_each_learns_what_it_would_alone(family, tmp_path, which) -> None:
         mine, theirs = veca.load(folder), veca.load(alone.final)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(tensor, mine.state_dict()[name]), name
+
+
+def test_a_dense_student_makes_one_pass_beside_several_budgets(tmp_path, monkeypatch) -> None:
+    passes = []
+    plain = Trainer._pass
+
+    def count(trainer, images, targets, cores, share):
+        passes.append((trainer.dense, cores, share))
+        return plain(trainer, images, targets, cores, share)
+
+    monkeypatch.setattr(Trainer, "_pass", count)
+    nested = {"budgets": [2, 8], "per_step": 2}
+    records = run(tmp_path / "two", siblings={"dense": DENSE}, nested=nested)
+    steps = len(records)
+    assert [x for x in passes if x[0]] == [(True, 0, 1.0)] * steps
+    assert Counter(x[1:] for x in passes if not x[0]) == {(2, 0.5): steps, (8, 0.5): steps}
+    # What it learns does not depend on how many budgets the others train.
+    once = run(tmp_path / "one", siblings={"dense": DENSE}, nested={"budgets": [2, 8]})
+    assert [r["dense:loss"] for r in records] == [r["dense:loss"] for r in once]
 
 
 def test_validated_as_it_would_be_alone_on_the_same_passes_of_the_teacher(tmp_path) -> None:

@@ -38,6 +38,20 @@ def test_meter_keeps_every_step() -> None:
     assert meter.flush() == []
 
 
+def test_steps_without_budgets_speak_of_none(tmp_path, capsys) -> None:
+    meter = Meter(["loss", "grad_norm"], World(), elastic=False)
+    meter.add(step(0), torch.tensor([1.0]), torch.tensor(1.0))
+    records = meter.flush()
+    assert records[0]["cores"] == []
+    follower = Follower(tmp_path, steps=1, console=Console(), tensorboard=False)
+    follower.train(records, rate=1.0, waited=0.0)
+    follower.close()
+    assert "loss 1.0000  32 px" in capsys.readouterr().out
+    meter.add(step(1), torch.tensor([math.nan]), torch.tensor(1.0))
+    with pytest.raises(DivergedError, match=r"at step 2 \(32 px"):
+        meter.flush()
+
+
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_meter_names_the_step_that_diverged(where: str) -> None:
     meter = Meter(["loss", "grad_norm"], World())

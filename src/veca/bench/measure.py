@@ -26,6 +26,7 @@ from veca.engine import compile_for_inference
 from veca.errors import InputError, suggest
 from veca.memory import is_out_of_memory, peak_tensor_memory
 from veca.model import Veca, check_budget
+from veca.streams import side_stream
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What can be timed."""
@@ -349,11 +350,8 @@ def _tensors(output: object) -> Iterator[Tensor]:
 
 def _captured(run: Callable[[Tensor], object], images: Tensor) -> Callable[[], object]:
     """The run as a CUDA graph; the replay writes into the same output each time."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # capture wants a warm-up off the default stream
+    with side_stream():
         run(images)
-    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = run(images)

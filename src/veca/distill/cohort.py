@@ -44,6 +44,11 @@ class Cohort:
     def main(self) -> Trainer:
         return self.trainers[MAIN]
 
+    @property
+    def elastic(self) -> bool:
+        """Whether any student has budgets; a dense ViT has none."""
+        return not all(trainer.dense for trainer in self.trainers.values())
+
     def prepare(self, plan: Plan) -> None:
         """Compile, spread over the processes and make the optimisers."""
         for name, trainer in self.trainers.items():

@@ -41,7 +41,6 @@ def describe(
     """The run in words, one fact a line."""
     teaching = cohort.teaching
     sizes = ", ".join(f"{size} px x {plan.sizes.batches[size]}" for size in plan.sizes.sizes)
-    elastic = not all(trainer.dense for trainer in cohort.trainers.values())
     budgets = ", ".join(map(str, plan.budgets.budgets))
     o = config.optimizer
     samples = sum(plan.sizes.batch(step) for step in range(min(plan.steps, 1000)))
@@ -54,7 +53,7 @@ def describe(
         f"images: {data.images:,} to train on; validation: {data.split}",
         f"steps: {plan.steps:,} ({plan.warmup:,} of warm-up{cooling}), about {samples:,} samples, "
         f"{samples / data.images:.1f} passes; a step is {sizes}",
-        *([f"budgets: {budgets}, {config.nested.per_step} a step"] if elastic else []),
+        *([f"budgets: {budgets}, {config.nested.per_step} a step"] if cohort.elastic else []),
         f"optimiser: {o.name}, learning rate {o.lr:g} to {o.lr_min:g}, weight decay "
         f"{o.weight_decay:g}",
         f"device: {world.device}, {world.size} process(es), {world.kind}, {precision}",

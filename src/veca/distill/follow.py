@@ -35,10 +35,15 @@ _PLAIN_EVERY_S = 30.0
 
 
 class Meter:
-    """Keeps what each step measured on the device, and reads it back many steps at a time."""
+    """Keeps what each step measured on the device, and reads it back many steps at a time.
 
-    def __init__(self, names: Sequence[str], world: World) -> None:
-        self.names, self.world = list(names), world
+    Args:
+        names: what is measured, in order.
+        elastic: whether the steps' budgets mean anything to the students.
+    """
+
+    def __init__(self, names: Sequence[str], world: World, *, elastic: bool = True) -> None:
+        self.names, self.world, self.elastic = list(names), world, elastic
         self._steps: list[Step] = []
         self._terms: list[Tensor] = []
 
@@ -60,11 +65,12 @@ class Meter:
         for step, row in zip(self._steps, values, strict=True):
             numbers = dict(zip(self.names, row, strict=True))
             bad = [name for name, value in numbers.items() if not math.isfinite(value)]
+            budgets = step.budgets if self.elastic else ()
             if bad:
+                at = f"budget {'+'.join(map(str, budgets))}, " if budgets else ""
                 error = DivergedError(
                     f"{_words(bad[0])} became {numbers[bad[0]]} at step {step.number + 1} "
-                    f"(budget {'+'.join(map(str, step.budgets))}, {step.size} px, learning rate "
-                    f"{step.lr:.3g})"
+                    f"({at}{step.size} px, learning rate {step.lr:.3g})"
                 )
                 error.records = records  # type: ignore[attr-defined]
                 raise error
@@ -76,7 +82,7 @@ class Meter:
                     "kind": "train",
                     "step": step.number + 1,
                     **numbers,
-                    "cores": list(step.budgets),
+                    "cores": list(budgets),
                     "size": step.size,
                     "batch": step.batch,
                     "lr": step.lr,
@@ -218,9 +224,9 @@ class Follower:
 
     def _show(self, record: Mapping[str, Any], rate: float) -> None:
         left = (self.steps - record["step"]) * record["batch"] / rate if rate else math.inf
-        cores = "+".join(map(str, record["cores"]))
+        cores = f"C={'+'.join(map(str, record['cores']))}  " if record["cores"] else ""
         line = (
-            f"step {record['step']}/{self.steps}  loss {record['loss']:.4f}  C={cores}  "
+            f"step {record['step']}/{self.steps}  loss {record['loss']:.4f}  {cores}"
             f"{record['size']} px  {rate:,.0f} images/s  {_duration(left)} left"
         )
         if self._progress is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from veca.distill.teaching import Target
+from veca.streams import side_stream
 
 Pass = Callable[[Tensor, Sequence[Target], int, float], Tensor]
 """(images, targets, budget, share) -> loss terms; adds the share of the gradients to `.grad`."""
@@ -71,12 +72,9 @@ class PassGraphs:
         device = images.device
         kept = [gradient.clone() for gradient in self._gradients]
         state = torch.cuda.get_rng_state(device)
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
+        with side_stream(device):
             for _ in range(_WARM_UP):
                 self._run(images, targets, budget, share)
-        torch.cuda.current_stream(device).wait_stream(side)
         if not self._gradients:
             # Recorded kernels know gradients by their addresses: these stay for the whole run. A
             # parameter that the pass does not reach has none, now as ever.

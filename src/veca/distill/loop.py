@@ -158,7 +158,7 @@ class Run:
             config=config.to_dict(),
         )
         stack.callback(self.follower.close)
-        self.meter = Meter(self.cohort.term_names, world)
+        self.meter = Meter(self.cohort.term_names, world, elastic=self.cohort.elastic)
         self.loader = training_loader(
             config,
             self.data,

@@ -99,15 +99,15 @@ class Trainer:
             last: whether the part is the step's last.
         """
         images = self.normalise(pixels)
-        share = share / len(step.budgets)
+        # A dense student has no budgets, hence one pass, however many the others make.
+        budgets = (0,) if self.dense else step.budgets
+        share = share / len(budgets)
         terms: Tensor | None = None
-        for number, budget in enumerate(step.budgets):
+        for number, budget in enumerate(budgets):
             seed_torch(self.config.seed, step.number, number)
-            final = last and number + 1 == len(step.budgets)
+            final = last and number + 1 == len(budgets)
             with self.world.backward(self.wrapped, last=final):
-                # A dense student's passes are all of one kind.
-                cores = 0 if self.dense else budget
-                here = (self.graphs or self._pass)(images, targets, cores, share)
+                here = (self.graphs or self._pass)(images, targets, budget, share)
             terms = here if terms is None else terms + here
         assert terms is not None
         return terms
