@@ -5,8 +5,9 @@
 
 Teacher, data and split are the settings' of a run of `veca distill`; the photos are the first
 `--images` of those it holds out. Scales of the targets come from `targets.safetensors` beside the
-first weights. Writes results/agreement.csv: a row for each network, size and budget; rows of
-weights that are not named again are kept.
+first weights; what others answer on a scale of their own is brought to it. Writes
+results/agreement.csv: a row for each network, size and budget; rows of weights that are not named
+again are kept.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from common import print_table, write_csv
 from rows import RESULTS
@@ -29,8 +31,9 @@ from veca.dense import DenseVit
 from veca.distill import DistillConfig, load_config
 from veca.distill.parallel import World
 from veca.distill.setup import Data, open_data, open_teachers
-from veca.distill.standardise import find_targets
-from veca.distill.student import Student, load_backbone
+from veca.distill.standardise import FILE as TARGETS
+from veca.distill.standardise import TargetStatistics, find_targets
+from veca.distill.student import Prediction, Student, load_backbone
 from veca.distill.validate import Examined, validate
 from veca.images import normalize
 from veca.teachers import read_dense_vit
@@ -94,18 +97,26 @@ class Jury:
         self.teaching = open_teachers(self.config, self.world)
         if len(self.teaching.lessons) > 1:
             raise SystemExit("one teacher at a time: heads of further ones are not measured here.")
-        lesson = self.teaching.lessons[0]
-        if lesson.settings.standardise:
-            beside = next(iter(folders.values()))
-            found = find_targets([lesson.name], [lesson.widths], beside)
-            self.teaching.set_statistics(found, self.world.device)
+        if self.teaching.lessons[0].settings.standardise:
+            first = next(iter(folders.values()))
+            self.teaching.set_statistics(self._scale(first), self.world.device)
         self.students = {name: self._student(folder) for name, folder in folders.items()}
+
+    def _scale(self, folder: str) -> dict[str, TargetStatistics]:
+        """That of the targets, beside some weights."""
+        lesson = self.teaching.lessons[0]
+        return find_targets([lesson.name], [lesson.widths], folder)
 
     def _student(self, folder: str) -> Student:
         dense = is_dense_vit(Path(folder))
         backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
-        widths = [lesson.widths for lesson in self.teaching.lessons]
-        return Student(backbone.float(), widths).to(self.world.device)
+        lesson = self.teaching.lessons[0]
+        student = Student(backbone.float(), [lesson.widths]).to(self.world.device)
+        if lesson.statistics is not None and (Path(folder) / TARGETS).is_file():
+            own = self._scale(folder)[lesson.name].to(self.world.device)
+            if any(not torch.equal(*pair) for pair in _pairs(own, lesson.statistics)):
+                student.register_forward_hook(_translating(own, lesson.statistics))
+        return student
 
     def rows(
         self,
@@ -151,6 +162,23 @@ class Jury:
             lambda pixels: normalize(pixels, mean, std),
             lambda: _precision(self.world.device),
         )
+
+
+def _pairs(one: TargetStatistics, other: TargetStatistics) -> Iterator[tuple[Tensor, Tensor]]:
+    for mine, theirs in zip(one, other, strict=True):
+        yield from zip(mine, theirs, strict=True)
+
+
+def _translating(
+    own: TargetStatistics, jury: TargetStatistics
+) -> Callable[[Student, object, list[Prediction]], list[Prediction]]:
+    """What brings a student's answers from its own scale to the jury's."""
+
+    def translate(_: Student, __: object, said: list[Prediction]) -> list[Prediction]:
+        raw = own.unstandardise(said[0].cls.float(), said[0].patches.float())
+        return [Prediction(jury.cls.standardise(raw[0]), jury.dense.standardise(raw[1]))]
+
+    return translate
 
 
 def _blank(student: Student) -> dict[str, str]:

@@ -15,9 +15,8 @@ from scores import CONTROL, NAMES, SMALL, TINY, first_names
 def agreement(rows: Rows) -> str:
     columns = [(SMALL, "8"), (SMALL, "64"), (TINY, "8"), (TINY, "64"), (CONTROL, "")]
     found = {(r["weights"], r["cores"], r["size"]): r for r in rows}
-    called = first_names()
     return table(
-        ["pixels", *(f"{called[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
+        ["pixels", *(f"{NAMES[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
         [
             [
                 size,
@@ -77,12 +76,17 @@ def siblings(run: str) -> dict[str, tuple[str, str]]:
 
 def controlled(run: str) -> dict[str, tuple[str, str]]:
     """The students of the controlled experiment."""
-    return {**siblings(run), NAMES[CONTROL]: (run, "dense")}
+    return siblings(run) | pair(run)
 
 
 def apart(small: str, tiny: str) -> dict[str, tuple[str, str]]:
     """Each in a run of its own."""
     return {"small": (small, ""), "tiny": (tiny, "")}
+
+
+def pair(run: str) -> dict[str, tuple[str, str]]:
+    """Small and the dense ViT in one run."""
+    return {"small": (run, ""), NAMES[CONTROL]: (run, "dense")}
 
 
 def controlled_apart(small: str, dense: str) -> dict[str, tuple[str, str]]:

@@ -20,7 +20,6 @@ from scores import (
     TEACHER,
     TINY,
     dense_control,
-    first_names,
     samples_seen,
 )
 from veca.files import atomic_write
@@ -133,7 +132,7 @@ def _labelled(name: str) -> str:
 
 def size_plot() -> None:
     """Agreement with the teacher against the size of the image."""
-    rows, called = read("agreement"), first_names()
+    rows = read("agreement")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     measures = (("cls_cos", "global feature"), ("dense_cos", "dense features"))
     for axis, (key, title) in zip(figure.subplots(1, 2), measures, strict=True):
@@ -147,7 +146,7 @@ def size_plot() -> None:
                     marker="o",
                     color=colour,
                     linestyle=style,
-                    label=f"{called[name]}{f', C = {cores}' if cores else ''}",
+                    label=f"{_labelled(name)}{f', C = {cores}' if cores else ''}",
                 )
         _pixels(axis, [int(s) for s in dict.fromkeys(r["size"] for r in rows)])
         axis.set_title(f"cosine to the teacher, {title}", fontsize=10)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rows import Rows, read, table
 from veca.weights import read_provenance
@@ -36,13 +37,28 @@ NAMES = {
 
 SHIPPED = "on192-sizes"
 """The run that the shipped weights are the last of."""
-EXPERIMENT = (("coco-2", "coco-2"), ("small-2", "dense-2"))
-"""Last runs of VECA-small and of the dense ViT after the same settings, the longest at the end."""
-LONGEST = EXPERIMENT[-1]
+
+
+class Pair(NamedTuple):
+    """VECA-small and the dense ViT after the same settings: the last run of each."""
+
+    veca: str
+    dense: str
+    recipe: str
+
+
+EXPERIMENT = (
+    Pair("coco-2", "coco-2", "first"),
+    Pair("small-2", "dense-2", "first, then longer"),
+    Pair("pair-2", "pair-2", "of the shipped weights, from the start"),
+)
+CONTROLLED = EXPERIMENT[-1]
+"""With the recipe of the shipped weights; its dense ViT is what all else is held against."""
 WAYS = {
     "coco-2": ("coco-1", "coco-2"),
     "small-2": ("coco-1", "small-1", "small-2"),
     "dense-2": ("coco-1", "coco-2", "dense-1", "dense-2"),
+    "pair-2": ("pair-1", "pair-2"),
 }
 """The experiment's runs, each with all that came before it."""
 
@@ -71,31 +87,44 @@ def probes_short(rows: Rows) -> str:
 
 
 def dense_control() -> Rows:
-    """The records of the dense ViT that has seen most."""
-    return [r for r in read(f"control/{LONGEST[1]}") if r["backbone"] == CONTROL]
+    """The records of the dense ViT that learnt with the recipe of the shipped weights."""
+    return [r for r in read(f"control/{CONTROLLED.dense}") if r["backbone"] == CONTROL]
 
 
 def control(rows: Rows) -> str:
     """VECA-small's share of the dense ViT's scores: after the same steps, and as it is shipped."""
-    pairs = [(_beside(ours), samples_after(ours), theirs) for ours, theirs in EXPERIMENT]
-    pairs.append((_scores(rows), samples_seen(SMALL), LONGEST[1]))
+    pairs = [(pair, _beside(pair.veca), samples_after(pair.veca)) for pair in EXPERIMENT]
+    shipped = CONTROLLED._replace(recipe="small as shipped, beside the same dense ViT")
+    pairs.append((shipped, _scores(rows), samples_seen(SMALL)))
     lines = []
-    for scores, samples, theirs in pairs:
-        dense = _beside(theirs)
-        seen = [f"{x:.1f} M" for x in (samples, samples_after(theirs))]
+    for pair, scores, samples in pairs:
+        dense = _beside(pair.dense)
+        seen = [pair.recipe, *(f"{x:.1f} M" for x in (samples, samples_after(pair.dense)))]
         for cores in BUDGETS:
             shares = (
                 _ratio(probe, scores[SMALL, cores, probe], dense[CONTROL, "", probe])
                 for probe in PROBES
             )
             lines.append([*seen, cores, *(f"{100 * x:.1f} %" for x in shares)])
-    header = ["samples of VECA", "of the dense ViT", "cores"]
+    header = ["recipe", "samples of VECA", "of the dense ViT", "cores"]
     return table([*header, *(_plain(title) for title, _ in PROBES.values())], lines)
+
+
+def controlled(rows: Rows) -> str:
+    """What VECA-small and the dense ViT reach after the same steps, with the latest recipe."""
+    scores = _scores(rows)
+    return table(
+        ["", "cores", *(title for title, _ in PROBES.values())],
+        [
+            [NAMES[name], cores, *(_score(probe, scores[name, cores, probe]) for probe in PROBES)]
+            for name, cores in [*((SMALL, c) for c in BUDGETS), (CONTROL, "")]
+        ],
+    )
 
 
 def gains(rows: Rows) -> str:
     """The shipped weights beside those that the experiment's first part ended with, all cores."""
-    first, _ = EXPERIMENT[0]
+    first = EXPERIMENT[0].veca
     before, now = _beside(first), _scores(rows)
     lines = []
     for name in (SMALL, TINY):
@@ -167,13 +196,13 @@ def _ratio(probe: str, ours: float, theirs: float) -> float:
 def samples_seen(name: str) -> float:
     """In millions; of shipped weights by their provenance, of the dense control by its runs."""
     if name == CONTROL:
-        return samples_after(LONGEST[1])
+        return samples_after(CONTROLLED.dense)
     return float(read_provenance(name)["samples_in_all"]) / 1e6
 
 
 def first_names() -> dict[str, str]:
     """What networks are called where the dense control is that of the experiment's first part."""
-    return {**NAMES, CONTROL: f"{NAMES[CONTROL]}, {samples_after(EXPERIMENT[0][1]):.1f} M"}
+    return {**NAMES, CONTROL: f"{NAMES[CONTROL]}, {samples_after(EXPERIMENT[0].dense):.1f} M"}
 
 
 def samples_after(run: str) -> float:
@@ -198,7 +227,7 @@ def _score(probe: str, value: float | None) -> str:
 def goals(rows: Rows) -> str:
     """What the weights were to reach, what they reach, and whether that is enough."""
     scores = _scores(rows)
-    ours, theirs = LONGEST
+    ours, theirs, _ = CONTROLLED
     mine = (SHIPPED, "", "64")
     cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == mine]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
@@ -259,7 +288,7 @@ def goals(rows: Rows) -> str:
         ),
         (
             "VECA-small at C = 64 keeps 97 % of the dense control, after "
-            f"{samples_after(ours):.1f} and {samples_after(theirs):.1f} M samples",
+            f"{samples_after(ours):.1f} M samples each",
             "; ".join(f"{title} {100 * share:.1f} %" for title, share in shares.items()),
             min(shares.values()) >= 0.97,
         ),
