@@ -54,6 +54,7 @@ EXPERIMENT = (
 )
 CONTROLLED = EXPERIMENT[-1]
 """With the recipe of the shipped weights; its dense ViT is what all else is held against."""
+CONTROLLED_LINES = (*((SMALL, cores) for cores in BUDGETS), (CONTROL, ""))
 WAYS = {
     "coco-2": ("coco-1", "coco-2"),
     "small-2": ("coco-1", "small-1", "small-2"),
@@ -117,7 +118,7 @@ def controlled(rows: Rows) -> str:
         ["", "cores", *(title for title, _ in PROBES.values())],
         [
             [NAMES[name], cores, *(_score(probe, scores[name, cores, probe]) for probe in PROBES)]
-            for name, cores in [*((SMALL, c) for c in BUDGETS), (CONTROL, "")]
+            for name, cores in CONTROLLED_LINES
         ],
     )
 
@@ -160,19 +161,27 @@ def budgets(rows: Rows) -> str:
 
 
 def seeds(rows: Rows) -> str:
-    """RMSE of depth by the seed of the probe; the first is that of all other tables."""
-    found = {
-        (r["backbone"], r["cores"], r["probe"]): float(r["rmse"])
-        for r in [*read("probes"), *rows]
-        if r["probe"].startswith("scau-depth")
-    }
-    runs = {"0": "scau-depth", **{r["probe"].rpartition("-")[2]: r["probe"] for r in rows}}
-    lines = [
-        [NAMES[name], cores, *(f"{found[name, cores, run]:.3f}" for run in runs.values())]
-        for name in (SMALL, TINY)
-        for cores in BUDGETS
-    ]
-    return table(["", "cores", *(f"seed {seed}" for seed in runs)], lines)
+    """RMSE of depth of the shipped weights by the seed of the probe, 0 in other tables."""
+    return _by_seed([*read("probes"), *rows], [(x, c) for x in (SMALL, TINY) for c in BUDGETS])
+
+
+def controlled_seeds(rows: Rows) -> str:
+    """The same of VECA-small and the dense ViT after the same steps."""
+    return _by_seed(rows, CONTROLLED_LINES)
+
+
+def _by_seed(rows: Rows, lines: Sequence[tuple[str, str]]) -> str:
+    depth = [r for r in rows if r["probe"].startswith("scau-depth")]
+    found = {(r["backbone"], r["cores"], r["probe"]): float(r["rmse"]) for r in depth}
+    runs = sorted({r["probe"] for r in depth})  # scau-depth, scau-depth-1 and so on
+    titles = (f"seed {run.removeprefix('scau-depth').lstrip('-') or 0}" for run in runs)
+    return table(
+        ["", "cores", *titles],
+        [
+            [NAMES[name], cores, *(f"{found[name, cores, run]:.3f}" for run in runs)]
+            for name, cores in lines
+        ],
+    )
 
 
 def _scores(rows: Rows) -> Scores:

@@ -185,6 +185,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
     "seeds": ("seeds", scores.seeds),
+    "controlled-seeds": (f"control/{scores.CONTROLLED.dense}", scores.controlled_seeds),
     "agreement": ("agreement", learning.agreement),
     "goals": ("probes", scores.goals),
     "positions": ("positions", learning.positions),

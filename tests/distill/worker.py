@@ -12,6 +12,7 @@ import torch
 
 from veca.distill import DistillConfig, checkpoint, distill
 from veca.distill.cohort import Cohort
+from veca.distill.parallel import launch
 
 
 def kill_in_save(step: int) -> None:
@@ -40,8 +41,20 @@ def lose_worker(step: int) -> None:
     Cohort.step = one_step
 
 
+def leave_at_once() -> None:
+    """Exchange tensors and leave, with a group that outlives its end and Python's lock held."""
+    sys.setswitchinterval(5.0)
+    with launch("ddp", "cpu") as world:
+        sys.kept = torch.distributed.group.WORLD
+        for _ in range(20):
+            world.sum(torch.ones(4))
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1] == "leave_at_once":
+        leave_at_once()
+        return
     out, table = Path(sys.argv[1]), json.loads(sys.argv[2])
     for option in sys.argv[3:]:
         name, _, step = option.partition("=")

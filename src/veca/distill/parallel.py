@@ -26,6 +26,10 @@ from veca.distill.errors import DistillError
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others: longer than any validation or save takes."""
+_SETTLING_S = 0.2
+"""What gloo's threads get to let go of the tensors of the last exchange, for which they need
+Python's lock: a thread that asks for it while the interpreter closes down aborts the process. To
+end the group is not enough, since torch's caches about sharded tensors keep it and its threads."""
 
 T = TypeVar("T")
 
@@ -241,6 +245,8 @@ def launch(kind: str, device: str | torch.device) -> Iterator[World]:
     yield World(kind, dist.get_rank(), dist.get_world_size(), place)
     # Not after an error: others may be in a collective, and tidying up would wait for them.
     # Leaving instead makes torchrun end them.
+    if dist.get_backend() == "gloo":
+        time.sleep(_SETTLING_S)
     if ours:
         dist.destroy_process_group()
 
