@@ -112,7 +112,7 @@ class Jury:
         backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
         lesson = self.teaching.lessons[0]
         student = Student(backbone.float(), [lesson.widths]).to(self.world.device)
-        if lesson.statistics is not None and (Path(folder) / TARGETS).is_file():
+        if lesson.statistics is not None and (Path(folder).expanduser() / TARGETS).is_file():
             own = self._scale(folder)[lesson.name].to(self.world.device)
             if any(not torch.equal(*pair) for pair in _pairs(own, lesson.statistics)):
                 student.register_forward_hook(_translating(own, lesson.statistics))

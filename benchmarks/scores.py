@@ -210,8 +210,9 @@ def samples_seen(name: str) -> float:
 
 
 def first_names() -> dict[str, str]:
-    """What networks are called where the dense control is that of the experiment's first part."""
-    return {**NAMES, CONTROL: f"{NAMES[CONTROL]}, {samples_after(EXPERIMENT[0].dense):.1f} M"}
+    """What networks are called where the control is that of the experiment's first part."""
+    seen = f"{samples_after(EXPERIMENT[0].dense):.1f} M"
+    return {**NAMES, **{name: f"{NAMES[name]}, {seen}" for name in (CONTROL, SMALL_CONTROL)}}
 
 
 def samples_after(run: str) -> float:
