@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from common import print_table, write_csv
 from rows import RESULTS
@@ -114,7 +114,7 @@ class Jury:
         student = Student(backbone.float(), [lesson.widths]).to(self.world.device)
         if lesson.statistics is not None and (Path(folder).expanduser() / TARGETS).is_file():
             own = self._scale(folder)[lesson.name].to(self.world.device)
-            if any(not torch.equal(*pair) for pair in _pairs(own, lesson.statistics)):
+            if not all(map(torch.equal, chain(*own), chain(*lesson.statistics))):
                 student.register_forward_hook(_translating(own, lesson.statistics))
         return student
 
@@ -162,11 +162,6 @@ class Jury:
             lambda pixels: normalize(pixels, mean, std),
             lambda: _precision(self.world.device),
         )
-
-
-def _pairs(one: TargetStatistics, other: TargetStatistics) -> Iterator[tuple[Tensor, Tensor]]:
-    for mine, theirs in zip(one, other, strict=True):
-        yield from zip(mine, theirs, strict=True)
 
 
 def _translating(

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from rich.console import Console
 
 import veca
 from distill.small import TABLE, curve, run, settings
@@ -66,6 +67,16 @@ def test_a_dense_student_makes_one_pass_beside_several_budgets(tmp_path, monkeyp
     # What it learns does not depend on how many budgets the others train.
     once = run(tmp_path / "one", siblings={"dense": DENSE}, nested={"budgets": [2, 8]})
     assert [r["dense:loss"] for r in records] == [r["dense:loss"] for r in once]
+
+
+def test_what_is_said_of_dense_students_names_no_budget(tmp_path, capsys) -> None:
+    both = settings(siblings={"dense": DENSE}, **VALIDATED)
+    distill(both, tmp_path / "both", console=Console(width=500))
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("step 6: valid"))
+    assert "32 px C=8: cls" in line and "dense 32 px: cls" in line
+    distill(settings(student=DENSE, **VALIDATED), tmp_path / "alone", console=Console(width=500))
+    said = capsys.readouterr().out
+    assert "step 6: validation loss" in said and "C=" not in said and "budget" not in said
 
 
 def test_validated_as_it_would_be_alone_on_the_same_passes_of_the_teacher(tmp_path) -> None:

@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -161,8 +161,10 @@ class Follower:
         self._report("train", numbers, last["step"])
         self._show(last, rate)
 
-    def validation(self, record: dict[str, Any]) -> None:
-        """A validation was done; `record` holds its grid."""
+    def validation(self, record: dict[str, Any], *, dense: Collection[str] = ()) -> None:
+        """A validation was done; `record` holds its grid, in which `dense` students' budgets
+        mean nothing.
+        """
         if not self.active:
             return
         self.write([{"kind": "validation", **record}])
@@ -172,13 +174,15 @@ class Follower:
             label += "".join(f"/{row[key]}" for key in ("student", "teacher") if key in row)
             flat |= {f"{label}/{k}": v for k, v in row.items() if isinstance(v, float)}
         self._report("validation", flat, record["step"])
-        cells = ", ".join(
-            f"{row['student'] + ' ' if 'student' in row else ''}"
-            f"{row['size']} px C={row['cores']}: cls {row['cls_cos']:.3f} dense "
-            f"{row['dense_cos']:.3f}"
-            for row in record["grid"]
-        )
-        self.say(f"step {record['step']}: validation loss {record['loss']:.4f} (cosines: {cells})")
+        cells = []
+        for row in record["grid"]:
+            who = row.get("student", "")
+            words = [who] if who else []
+            words += [f"{row['size']} px"] + ([] if who in dense else [f"C={row['cores']}"])
+            cosines = f"cls {row['cls_cos']:.3f} dense {row['dense_cos']:.3f}"
+            cells.append(f"{' '.join(words)}: {cosines}")
+        shown = ", ".join(cells)
+        self.say(f"step {record['step']}: validation loss {record['loss']:.4f} (cosines: {shown})")
 
     def skipped(self, name: str, reason: str) -> None:
         """An image could not be read."""

@@ -273,7 +273,8 @@ class Run:
             for name, here in by_name.items()
             for row in here
         ]
-        self.follower.validation({"step": self.done, "loss": loss, "grid": rows})
+        dense = [name for name, trainer in trainers.items() if trainer.dense]
+        self.follower.validation({"step": self.done, "loss": loss, "grid": rows}, dense=dense)
         better = loss < self.best
         self.best = min(loss, self.best)
         return better
