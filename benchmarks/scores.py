@@ -36,7 +36,7 @@ NAMES = {
 }
 
 SHIPPED = "on192-sizes"
-"""The run that the shipped weights are the last of."""
+"""The run whose small is the shipped one."""
 
 
 class Pair(NamedTuple):

@@ -212,6 +212,8 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "at-192-sizes": ("training", _stage(learning.siblings("at192-sizes"), "size")),
     "on-192": ("training", _stage(learning.siblings("on192"), "samples")),
     "on-192-sizes": ("training", _stage(learning.siblings("on192-sizes"), "size")),
+    "again-1": ("training", _stage(learning.siblings("again-1"), "samples")),
+    "again-2": ("training", _stage(learning.siblings("again-2"), "size")),
     "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),
     "by-heart": ("by_heart", learning.by_heart),
