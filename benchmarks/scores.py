@@ -2,8 +2,8 @@
 
 Results of the shipped weights are in results/probes; those of the controlled experiment, in which
 VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
-are of, with those of a small that is not shipped, again-2; those of the depth probe with other
-seeds in results/seeds.
+are of; those of other weights in results/unshipped; those of the depth probe with other seeds in
+results/seeds.
 """
 
 from __future__ import annotations

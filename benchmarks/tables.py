@@ -214,6 +214,18 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "on-192-sizes": ("training", _stage(learning.siblings("on192-sizes"), "size")),
     "again-1": ("training", _stage(learning.siblings("again-1"), "samples")),
     "again-2": ("training", _stage(learning.siblings("again-2"), "size")),
+    "again-means": (
+        "training",
+        partial(
+            learning.means,
+            students=(
+                ("small, shipped", "on192-sizes", ""),
+                ("small", "again-2", ""),
+                ("tiny, shipped before", "on192-sizes", "tiny"),
+                ("tiny", "again-2", "tiny"),
+            ),
+        ),
+    ),
     "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),
     "by-heart": ("by_heart", learning.by_heart),

@@ -13,7 +13,7 @@ import veca
 from veca.distill import load_targets
 from veca.errors import WeightsError
 from veca.quickstart import bundled_photos
-from veca.weights import read_provenance
+from veca.weights import read_provenance, weights_hash
 from veca.weights.names import find
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,18 @@ def test_documents_say_how_much_they_saw(name):
     for document in ("README.md", "docs/results.md", "docs/training-log.md"):
         assert seen in (ROOT / document).read_text(encoding="utf-8"), document
     assert seen in (find(name) / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_is_told_of_them_was_measured_with_them(name):
+    results = ROOT / "benchmarks" / "results"
+    tuned = [json.loads(file.read_text()) for file in (results / "finetune").glob("*.json")]
+    found = [one["weights_sha256"] for one in tuned if one["weights"] == name]
+    for kind in ("probes", "seeds"):
+        for file in (results / kind).glob("**/results.json"):
+            networks = json.loads(file.read_text())["backbones"]
+            found += [networks[name]["weights_sha256"]] if name in networks else []
+    assert len(found) >= 7  # five probes, one of them with two more seeds
+    assert set(found) == {weights_hash(veca.load(name))}
 
 
 def test_small_enough_to_ship():
