@@ -219,10 +219,24 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
         partial(
             learning.means,
             students=(
-                ("small, shipped", "on192-sizes", ""),
+                ("small, shipped then", "on192-sizes", ""),
                 ("small", "again-2", ""),
                 ("tiny, shipped before", "on192-sizes", "tiny"),
                 ("tiny", "again-2", "tiny"),
+            ),
+        ),
+    ),
+    "again-192": ("training", _stage(learning.siblings("again192"), "samples")),
+    "again-192-sizes": ("training", _stage(learning.siblings("again192-sizes"), "size")),
+    "again-192-means": (
+        "training",
+        partial(
+            learning.means,
+            students=(
+                ("small, shipped before", "on192-sizes", ""),
+                ("small", "again192-sizes", ""),
+                ("tiny, shipped before", "again-2", "tiny"),
+                ("tiny", "again192-sizes", "tiny"),
             ),
         ),
     ),
