@@ -36,6 +36,12 @@ def test_a_dry_run_says_and_tries_and_writes_nothing(tmp_path, monkeypatch) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dense_student_is_told_of_no_budget() -> None:
+    text = "\n".join(dry_run(settings(student={"dense": True})).lines)
+    assert "full attention" in text and "tried one batch of 4 at 32 px: loss" in text
+    assert "cores" not in text and "budgets" not in text
+
+
 def test_the_estimate_is_of_the_size_of_what_is_measured() -> None:
     # Large enough that activations, not odds and ends, make up the most.
     config = settings(

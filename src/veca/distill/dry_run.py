@@ -82,10 +82,11 @@ def dry_run(
         "images": memory.images,
     }
     counted = ", ".join(f"{name} {in_bytes(count)}" for name, count in parts.items())
+    budget = f" with {step.budgets[-1]} cores" if cohort.elastic else ""
     measured = f", peak {in_bytes(peak)} beside the weights" if math.isfinite(peak) else ""
     lines += [
         f"memory on a process, counted: {in_bytes(memory.total)} ({counted})",
-        f"tried one batch of {step.batch} at {size} px with {step.budgets[-1]} cores: loss "
-        f"{loss:.4f}, {seconds:.1f} s (first of its kind, so slow){measured}",
+        f"tried one batch of {step.batch} at {size} px{budget}: loss {loss:.4f}, {seconds:.1f} s "
+        f"(first of its kind, so slow){measured}",
     ]
     return DryRun(lines, memory, loss, seconds, peak)
