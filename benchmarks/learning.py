@@ -6,7 +6,8 @@ components, the first core beside the patches, and what is known by heart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from statistics import fmean
 
 from rows import Rows, table
 from scores import CONTROL, NAMES, SMALL, TINY, first_names
@@ -164,14 +165,17 @@ def stage(rows: Rows, *, students: dict[str, tuple[str, str]], by: str) -> str:
     return table(["px" if by == "size" else by, *titles], lines)
 
 
-def means(rows: Rows, *, students: Sequence[tuple[str, str, str]]) -> str:
-    """Cosines of (called, run, student) with all cores, their means over 192 to 512 px."""
+def means(rows: Rows, *, run: str, before: dict[str, str]) -> str:
+    """By what the weights of a run are shipped or not, beside those shipped before, by their runs:
+    cosines with all cores, means over 192 to 512 px."""
     found = {(r["run"], r["student"], r["size"], r["cores"]): r for r in rows}
     lines = []
-    for called, run, student in students:
-        mine = [found[run, student, size, "64"] for size in ("192", "256", "384", "512")]
-        cls, dense = (sum(float(r[k]) for r in mine) / len(mine) for k in ("cls_cos", "dense_cos"))
-        lines.append([called, *(f"{x:.4f}" for x in (cls, dense, (cls + dense) / 2))])
+    for name, (_, student) in siblings(run).items():
+        for called, of in ((f"{name}, shipped before", before[name]), (name, run)):
+            mine = [found[of, student, size, "64"] for size in ("192", "256", "384", "512")]
+            cosines = ([float(r[kind]) for r in mine] for kind in ("cls_cos", "dense_cos"))
+            cls, dense = map(fmean, cosines)
+            lines.append([called, *(f"{x:.4f}" for x in (cls, dense, fmean((cls, dense))))])
     return table(["", "CLS", "dense", "mean"], lines)
 
 

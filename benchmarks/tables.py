@@ -169,6 +169,11 @@ def _stage(students: dict[str, tuple[str, str]], by: str) -> Callable[[Rows], st
     return partial(learning.stage, students=students, by=by)
 
 
+def _means(run: str, **before: str) -> Callable[[Rows], str]:
+    """A table of small and tiny of a run beside those shipped before, by their runs."""
+    return partial(learning.means, run=run, before=before)
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "model": ("model", model),
     "attention": ("attention", attention),
@@ -214,31 +219,12 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "on-192-sizes": ("training", _stage(learning.siblings("on192-sizes"), "size")),
     "again-1": ("training", _stage(learning.siblings("again-1"), "samples")),
     "again-2": ("training", _stage(learning.siblings("again-2"), "size")),
-    "again-means": (
-        "training",
-        partial(
-            learning.means,
-            students=(
-                ("small, shipped then", "on192-sizes", ""),
-                ("small", "again-2", ""),
-                ("tiny, shipped before", "on192-sizes", "tiny"),
-                ("tiny", "again-2", "tiny"),
-            ),
-        ),
-    ),
+    "again-means": ("training", _means("again-2", small="on192-sizes", tiny="on192-sizes")),
     "again-192": ("training", _stage(learning.siblings("again192"), "samples")),
     "again-192-sizes": ("training", _stage(learning.siblings("again192-sizes"), "size")),
     "again-192-means": (
         "training",
-        partial(
-            learning.means,
-            students=(
-                ("small, shipped before", "on192-sizes", ""),
-                ("small", "again192-sizes", ""),
-                ("tiny, shipped before", "again-2", "tiny"),
-                ("tiny", "again192-sizes", "tiny"),
-            ),
-        ),
+        _means("again192-sizes", small="on192-sizes", tiny="again-2"),
     ),
     "basis": ("basis", learning.basis),
     "first-core": ("first_core", learning.first_core),

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import veca
 from veca.distill import load_targets
 from veca.errors import WeightsError
+from veca.probe import read_run
 from veca.quickstart import bundled_photos
 from veca.weights import read_provenance, weights_hash
 from veca.weights.names import find
@@ -74,7 +75,7 @@ def test_what_is_told_of_them_was_measured_with_them(name):
     found = [one["weights_sha256"] for one in tuned if one["weights"] == name]
     for kind in ("probes", "seeds"):
         for file in (results / kind).glob("**/results.json"):
-            networks = json.loads(file.read_text())["backbones"]
+            networks = read_run(file).backbones
             found += [networks[name]["weights_sha256"]] if name in networks else []
     assert len(found) >= 7  # five probes, one of them with two more seeds
     assert set(found) == {weights_hash(veca.load(name))}
