@@ -103,7 +103,7 @@ LINES = {TEACHER: ("#009E73", ":"), CONTROL: ("black", "--")}
 def budget_plot() -> None:
     """Every probe against the budget: the students' curves, the others' levels."""
     rows = [*read("probes"), *dense_control()]
-    figure = Figure(figsize=(14, 3.3), layout="constrained")
+    figure = Figure(figsize=(14, 3.6), layout="constrained")
     for axis, (probe, (title, metric)) in zip(
         figure.subplots(1, len(PROBES)), PROBES.items(), strict=True
     ):
@@ -120,8 +120,8 @@ def budget_plot() -> None:
         axis.set_xticks([8, 16, 32, 48, 64])
         axis.set_xlabel("cores")
         axis.grid(alpha=0.3)
-    # Between the students and the teacher, where nothing is.
-    figure.axes[0].legend(fontsize=8, loc="center right", bbox_to_anchor=(1, 0.72))
+    lines, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=9)
     save(figure, "results-budget.png")
 
 
@@ -150,7 +150,7 @@ def size_plot() -> None:
                 )
         _pixels(axis, [int(s) for s in dict.fromkeys(r["size"] for r in rows)])
         axis.set_title(f"cosine to the teacher, {title}", fontsize=10)
-        axis.set_ylim(0.4, 0.75)
+        axis.set_ylim(0.4, 0.8)
         axis.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
     save(figure, "results-sizes.png")

@@ -2,8 +2,7 @@
 
 Results of the shipped weights are in results/probes; those of the controlled experiment, in which
 VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
-are of; those of other weights in results/unshipped; those of the depth probe with other seeds in
-results/seeds.
+are of (unless they are shipped); those of the depth probe with other seeds in results/seeds.
 """
 
 from __future__ import annotations
@@ -52,15 +51,26 @@ EXPERIMENT = (
     Pair("coco-2", "coco-2", "first"),
     Pair("small-2", "dense-2", "first, then longer"),
     Pair("pair-2", "pair-2", "second"),
+    Pair("again-2", "dense-again-2", "second, then longer"),
+    Pair(SHIPPED, "dense192-sizes", "second, then at 192 px"),
 )
+SECOND = EXPERIMENT[2:]
+"""The way of the shipped small, from random weights."""
 CONTROLLED = EXPERIMENT[-1]
-"""Both in one run, from which the shipped small went on; all is held against its dense ViT."""
+"""The shipped small and the dense ViT that it is held against."""
 CONTROLLED_LINES = (*((SMALL, cores) for cores in BUDGETS), (CONTROL, ""))
 WAYS = {
     "coco-2": ("coco-1", "coco-2"),
     "small-2": ("coco-1", "small-1", "small-2"),
     "dense-2": ("coco-1", "coco-2", "dense-1", "dense-2"),
     "pair-2": ("pair-1", "pair-2"),
+    "again-2": ("pair-1", "pair-2", "again-1", "again-2"),
+    "dense-again-2": ("pair-1", "pair-2", "dense-again-1", "dense-again-2"),
+    SHIPPED: ("pair-1", "pair-2", "again-1", "again-2", "again192", SHIPPED),
+    "dense192-sizes": (
+        *("pair-1", "pair-2", "dense-again-1", "dense-again-2"),
+        *("dense192", "dense192-sizes"),
+    ),
 }
 """The experiment's runs, each with all that came before it."""
 
@@ -89,25 +99,19 @@ def probes_short(rows: Rows) -> str:
 
 
 def dense_control() -> Rows:
-    """The records of the dense ViT that learnt beside the small that is shipped now."""
+    """The records of the dense ViT that has gone the way of the shipped small."""
     return [r for r in read(f"control/{CONTROLLED.dense}") if r["backbone"] == CONTROL]
 
 
-def control(rows: Rows) -> str:
-    """VECA-small's share of the dense ViT's scores: after the same steps, and as it is shipped."""
-    parts = [
-        (ours.recipe, _beside(ours.veca), samples_after(ours.veca), ours.dense)
-        for ours in EXPERIMENT
-    ]
-    shipped = "small as shipped, beside the same dense ViT"
-    parts.append((shipped, _scores(rows), samples_seen(SMALL), CONTROLLED.dense))
+def control(_: Rows) -> str:
+    """VECA-small's share of the dense ViT's scores, after the same steps."""
     lines = []
-    for recipe, scores, samples, theirs in parts:
-        dense = _beside(theirs)
-        seen = [recipe, *(f"{x:.1f} M" for x in (samples, samples_after(theirs)))]
+    for ours, theirs, recipe in EXPERIMENT:
+        veca, dense = _beside(ours), _beside(theirs)
+        seen = [recipe, *(f"{samples_after(run):.1f} M" for run in (ours, theirs))]
         for cores in BUDGETS:
             shares = (
-                _ratio(probe, scores[SMALL, cores, probe], dense[CONTROL, "", probe])
+                _ratio(probe, veca[SMALL, cores, probe], dense[CONTROL, "", probe])
                 for probe in PROBES
             )
             lines.append([*seen, cores, *(f"{100 * x:.1f} %" for x in shares)])
@@ -115,16 +119,16 @@ def control(rows: Rows) -> str:
     return table([*header, *(_plain(title) for title, _ in PROBES.values())], lines)
 
 
-def controlled(rows: Rows) -> str:
+def controlled(_: Rows) -> str:
     """What VECA-small and the dense ViT reach after the same steps, with the latest recipe."""
-    scores = _scores(rows)
-    return table(
-        ["", "cores", *(title for title, _ in PROBES.values())],
-        [
-            [NAMES[name], cores, *(_score(probe, scores[name, cores, probe]) for probe in PROBES)]
-            for name, cores in CONTROLLED_LINES
-        ],
-    )
+    lines = []
+    for ours, theirs, _recipe in SECOND:
+        scores = {**_beside(ours), **_beside(theirs)}
+        seen = f"{samples_after(ours):.1f} M"
+        for name, cores in CONTROLLED_LINES:
+            found = (_score(probe, scores[name, cores, probe]) for probe in PROBES)
+            lines.append([seen, NAMES[name], cores, *found])
+    return table(["samples of each", "", "cores", *(title for title, _ in PROBES.values())], lines)
 
 
 def gains(rows: Rows) -> str:
@@ -170,7 +174,7 @@ def seeds(rows: Rows) -> str:
 
 
 def controlled_seeds(rows: Rows) -> str:
-    """The same of VECA-small and the dense ViT after the same steps."""
+    """The same of VECA-small and the dense ViT where their common run ended."""
     return _by_seed(rows, CONTROLLED_LINES)
 
 
@@ -198,7 +202,7 @@ def _scores(rows: Rows) -> Scores:
 
 def _beside(run: str) -> Scores:
     """Those of the controlled experiment after one of its runs."""
-    return _scores(read(f"control/{run}"))
+    return _scores(read("probes" if run == SHIPPED else f"control/{run}"))
 
 
 def _ratio(probe: str, ours: float, theirs: float) -> float:
@@ -241,7 +245,6 @@ def _score(probe: str, value: float | None) -> str:
 def goals(rows: Rows) -> str:
     """What the weights were to reach, what they reach, and whether that is enough."""
     scores = _scores(rows)
-    ours, theirs, _ = CONTROLLED
     mine = (SHIPPED, "", "64")
     cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == mine]
     by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
@@ -258,9 +261,9 @@ def goals(rows: Rows) -> str:
         for probe, (title, metric) in PROBES.items()
         if probe not in CLASSIFICATION
     ]
-    veca, dense = _beside(ours), _beside(theirs)
+    dense = _beside(CONTROLLED.dense)
     shares = {
-        _plain(title): _ratio(probe, veca[SMALL, "64", probe], dense[CONTROL, "", probe])
+        _plain(title): _ratio(probe, scores[SMALL, "64", probe], dense[CONTROL, "", probe])
         for probe, (title, _) in PROBES.items()
     }
     first = by_size[192]
@@ -302,7 +305,7 @@ def goals(rows: Rows) -> str:
         ),
         (
             "VECA-small at C = 64 keeps 97 % of the dense control, after "
-            f"{samples_after(ours):.1f} M samples each",
+            f"{samples:.1f} M samples each",
             "; ".join(f"{title} {100 * share:.1f} %" for title, share in shares.items()),
             min(shares.values()) >= 0.97,
         ),
