@@ -59,20 +59,23 @@ SECOND = EXPERIMENT[2:]
 CONTROLLED = EXPERIMENT[-1]
 """The shipped small and the dense ViT that it is held against."""
 CONTROLLED_LINES = (*((SMALL, cores) for cores in BUDGETS), (CONTROL, ""))
-WAYS = {
-    "coco-2": ("coco-1", "coco-2"),
-    "small-2": ("coco-1", "small-1", "small-2"),
-    "dense-2": ("coco-1", "coco-2", "dense-1", "dense-2"),
-    "pair-2": ("pair-1", "pair-2"),
-    "again-2": ("pair-1", "pair-2", "again-1", "again-2"),
-    "dense-again-2": ("pair-1", "pair-2", "dense-again-1", "dense-again-2"),
-    SHIPPED: ("pair-1", "pair-2", "again-1", "again-2", "again192", SHIPPED),
-    "dense192-sizes": (
-        *("pair-1", "pair-2", "dense-again-1", "dense-again-2"),
-        *("dense192", "dense192-sizes"),
-    ),
+BEFORE = {
+    "coco-2": "coco-1",
+    "small-1": "coco-1",
+    "small-2": "small-1",
+    "dense-1": "coco-2",
+    "dense-2": "dense-1",
+    "pair-2": "pair-1",
+    "again-1": "pair-2",
+    "again-2": "again-1",
+    "again192": "again-2",
+    SHIPPED: "again192",
+    "dense-again-1": "pair-2",
+    "dense-again-2": "dense-again-1",
+    "dense192": "dense-again-2",
+    "dense192-sizes": "dense192",
 }
-"""The experiment's runs, each with all that came before it."""
+"""The experiment's runs, each with the one whose weights it began with."""
 
 Scores = dict[tuple[str, str, str], float]
 """(backbone, cores, probe) -> its score."""
@@ -228,7 +231,11 @@ def samples_after(run: str) -> float:
     seen: dict[str, int] = {}
     for row in read("training"):
         seen[row["run"]] = max(seen.get(row["run"], 0), int(row["samples"]))
-    return sum(seen[one] for one in WAYS[run]) / 1e6
+    samples = seen[run]
+    while run in BEFORE:
+        run = BEFORE[run]
+        samples += seen[run]
+    return samples / 1e6
 
 
 def _plain(title: str) -> str:
