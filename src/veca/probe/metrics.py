@@ -15,10 +15,8 @@ from veca.probe.errors import ProbeError
 Array = np.ndarray[Any, Any]
 
 
-def accuracy(
-    predicted: Sequence[int] | Tensor, right: Sequence[Sequence[int]], num_classes: int
-) -> dict[str, float]:
-    """top1, and its mean over the classes (of images with one label), in 0..1.
+def hits(predicted: Sequence[int] | Tensor, right: Sequence[Sequence[int]]) -> list[bool | None]:
+    """Whether each image is told right; None for one that is not scored.
 
     Args:
         right: every label that counts as right, by image; an image without any is not scored.
@@ -26,14 +24,23 @@ def accuracy(
     guesses = [int(x) for x in predicted]
     if len(guesses) != len(right):
         raise ProbeError(f"{len(guesses)} predictions for {len(right)} images.")
-    scored = [(guess, labels) for guess, labels in zip(guesses, right, strict=True) if labels]
+    return [
+        guess in labels if labels else None for guess, labels in zip(guesses, right, strict=True)
+    ]
+
+
+def accuracy(
+    predicted: Sequence[int] | Tensor, right: Sequence[Sequence[int]], num_classes: int
+) -> dict[str, float]:
+    """top1, and its mean over the classes (of images with one label), in 0..1; see `hits`."""
+    found = zip(hits(predicted, right), right, strict=True)
+    scored = [(good, labels) for good, labels in found if good is not None]
     if not scored:
         raise ProbeError("no image of the test split has a label, so there is nothing to score.")
-    hits = [guess in labels for guess, labels in scored]
-    metrics = {"top1": sum(hits) / len(hits)}
+    metrics = {"top1": sum(good for good, _ in scored) / len(scored)}
     if all(len(labels) == 1 for _, labels in scored):
         count, hit = np.zeros(num_classes), np.zeros(num_classes)
-        for (_, labels), good in zip(scored, hits, strict=True):
+        for good, labels in scored:
             count[labels[0]] += 1
             hit[labels[0]] += good
         seen = count > 0
@@ -42,12 +49,17 @@ def accuracy(
 
 
 class Confusion:
-    """One confusion matrix for a whole set: counts [label, prediction]."""
+    """One confusion matrix for a whole set: counts [label, prediction].
+
+    `images` keeps of each image, by class, what the intersection over union is made of: pixels
+    told right, labelled and predicted, int64 [3, classes].
+    """
 
     def __init__(self, num_classes: int, ignore: int = 255) -> None:
         self.num_classes = num_classes
         self.ignore = ignore
         self.counts = np.zeros((num_classes, num_classes), dtype=np.int64)
+        self.images: list[Array] = []
 
     def add(self, labels: Array, predicted: Array | Tensor) -> None:
         """Count the pixels of one image; ignored ones do not count."""
@@ -65,7 +77,9 @@ class Confusion:
                     f"{name} {wrong} is outside the classes 0..{self.num_classes - 1}."
                 )
         pairs = truth * self.num_classes + guess
-        self.counts += np.bincount(pairs, minlength=self.num_classes**2).reshape(self.counts.shape)
+        counts = np.bincount(pairs, minlength=self.num_classes**2).reshape(self.counts.shape)
+        self.counts += counts
+        self.images.append(_parts(counts))
 
     def metrics(self) -> dict[str, float]:
         """miou, mean class accuracy (macc) and pixel accuracy (aacc), in 0..1.
@@ -75,21 +89,37 @@ class Confusion:
         total = self.counts.sum()
         if total == 0:
             raise ProbeError("every pixel of the test split is ignored; there is nothing to score.")
-        iou = self.iou()
-        labelled = self.counts.sum(axis=1)
-        hit = np.diag(self.counts)
+        hit, labelled, predicted = _parts(self.counts)
         seen = labelled > 0
         return {
-            "miou": float(np.nanmean(iou)),
+            "miou": float(mean_iou(hit, labelled, predicted)),
             "macc": float((hit[seen] / labelled[seen]).mean()),
             "aacc": float(hit.sum() / total),
         }
 
     def iou(self) -> Array:
         """float64 [classes]; nan where a class neither is a label nor is predicted."""
-        hit = np.diag(self.counts).astype(np.float64)
-        union = self.counts.sum(axis=0) + self.counts.sum(axis=1) - hit
-        return np.where(union > 0, hit / np.maximum(union, 1), np.nan)
+        return iou(*_parts(self.counts))
+
+
+def _parts(counts: Array) -> Array:
+    """[label, prediction] -> [3, classes]: pixels told right, labelled and predicted."""
+    return np.stack([np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)])
+
+
+def iou(right: Array, labelled: Array, predicted: Array) -> Array:
+    """Intersection over union by class, float64; nan where there is neither."""
+    union = labelled + predicted - right
+    return np.divide(right, union, out=np.full(np.shape(right), np.nan), where=union > 0)
+
+
+def mean_iou(right: Array, labelled: Array, predicted: Array) -> Array:
+    """The mean over the last axis, of the classes that occur; nan where none does."""
+    found = iou(right, labelled, predicted)
+    there = np.isfinite(found)
+    count = there.sum(axis=-1)
+    total = np.where(there, found, 0.0).sum(axis=-1)
+    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
 
 
 def depth_errors(predicted: Array, truth: Array) -> dict[str, float] | None:

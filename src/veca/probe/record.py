@@ -11,6 +11,7 @@ from typing import Any
 
 from veca.files import atomic_write_json
 from veca.probe.errors import ProbeError
+from veca.probe.intervals import Interval
 from veca.probe.metrics import HIGHER_IS_BETTER, PRIMARY
 
 FORMAT, FORMAT_VERSION = "veca-probe", 1
@@ -44,6 +45,10 @@ class Row:
     """Median of one image, measured."""
     spread_ms: float | None
     details: dict[str, Any] = field(default_factory=dict)
+    interval: Interval | None = None
+    """95 % of the first score, and below of what is kept; None in records without."""
+    interval_teacher: Interval | None = None
+    interval_full: Interval | None = None
 
     @property
     def label(self) -> str:
@@ -72,6 +77,8 @@ class Run:
     """Where, when and with which versions."""
     command: str = ""
     """What repeats it."""
+    resampling: dict[str, Any] = field(default_factory=dict)
+    """How the intervals were drawn; see `Resampling.describe`. Empty where there are none."""
 
     @property
     def metric(self) -> str:
@@ -104,18 +111,8 @@ class Run:
                 f"{FORMAT_VERSION}; run the probe again."
             )
         try:
-            fields = {field.name: table[field.name] for field in dataclasses.fields(cls)}
-            names = {field.name for field in dataclasses.fields(Row)}
-            fields["rows"] = [
-                Row(
-                    **{
-                        **{name: row[name] for name in names},
-                        "input": tuple(row["input"]),
-                        "grid": tuple(row["grid"]),
-                    }
-                )
-                for row in table["rows"]
-            ]
+            fields = _fields(cls, table)
+            fields["rows"] = [_row(row) for row in table["rows"]]
             run = cls(**fields)
             for row in run.rows:
                 run.score(row)
@@ -127,6 +124,23 @@ class Run:
         """What is measured: two runs with the same subject may replace each other."""
         rows = [(row.name, row.cores, row.size) for row in self.rows]
         return subject(self.task, self.dataset["name"], self.protocol, rows)
+
+
+def _fields(kind: type, table: dict[str, Any]) -> dict[str, Any]:
+    """What a dataclass is made of; records of before may lack what has a default."""
+    without = (dataclasses.MISSING, dataclasses.MISSING)
+    return {
+        each.name: table[each.name]
+        for each in dataclasses.fields(kind)
+        if (each.default, each.default_factory) == without or each.name in table
+    }
+
+
+def _row(table: dict[str, Any]) -> Row:
+    pairs = ("input", "grid", "interval", "interval_teacher", "interval_full")
+    fields = _fields(Row, table)
+    fields.update({k: tuple(fields[k]) for k in pairs if fields.get(k) is not None})
+    return Row(**fields)
 
 
 def subject(

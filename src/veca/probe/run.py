@@ -16,9 +16,10 @@ import torch
 from veca.bench import machine
 from veca.probe.backbone import STUDENT, TEACHER, Backbone, check_unique
 from veca.probe.cache import default_folder
-from veca.probe.data import DATASET_TASK, open_data
+from veca.probe.data import DATASET_TASK, Data, open_data
 from veca.probe.datasets import find_dataset
 from veca.probe.errors import ProbeError
+from veca.probe.intervals import Interval, Resampling, interval, kept
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol
 from veca.probe.record import Row, Run, subject
@@ -105,12 +106,13 @@ def run_probe(
     prices = costs([(o.backbone, o.input) for o in outcomes], chosen, measure=measure_time)
     job.progress("timing", 1, 1)
     notes = [*found.notes, *job.notes, *_cache_notes(job)]
+    resampling = resampling_of(found, chosen.seed)
     return Run(
         task=task,
         dataset=found.describe(),
         protocol=chosen.only(task),
         backbones={backbone.name: backbone.describe() for backbone in backbones},
-        rows=_rows(task, outcomes, prices, chosen.extract.cell),
+        rows=_rows(task, outcomes, prices, chosen.extract.cell, resampling),
         notes=notes,
         seconds={"features": watch.features(), "total": time.perf_counter() - begin},
         cache={
@@ -121,6 +123,7 @@ def run_probe(
         },
         machine=_machine(job.device),
         command=command,
+        resampling=resampling.describe(),
     )
 
 
@@ -173,23 +176,28 @@ def _at_sizes(protocol: Protocol, task: str, sizes: Sequence[int] | None) -> Pro
     return dataclasses.replace(protocol, name=name, **changed)
 
 
-def _rows(task: str, outcomes: Sequence[Outcome], prices: Sequence[Cost], cell: int) -> list[Row]:
+def _rows(
+    task: str,
+    outcomes: Sequence[Outcome],
+    prices: Sequence[Cost],
+    cell: int,
+    resampling: Resampling,
+) -> list[Row]:
     metric = PRIMARY[task]
-    teacher = {o.size: o.metrics[metric] for o in outcomes if o.backbone.role == TEACHER}
-    full: dict[tuple[str, int], float] = {}
-    for o in outcomes:
-        bank = getattr(getattr(o.backbone, "model", None), "config", None)
-        if o.backbone.cores is not None and bank and o.backbone.cores == bank.num_cores:
-            full[o.backbone.name, o.size] = o.metrics[metric]
+    drawn = [resampling.scores(o.sums) for o in outcomes]
+    teacher, full = _teachers(outcomes), _full_budgets(outcomes)
 
-    def kept(outcome: Outcome, reference: float | None) -> float | None:
+    def beside(mine: int, reference: int | None) -> tuple[float | None, Interval | None]:
+        """What one outcome keeps of another, and the interval of that."""
         if reference is None:
-            return None
-        return retention(outcome.metrics[metric], reference, metric)
+            return None, None
+        ours, theirs = (outcomes[i].metrics[metric] for i in (mine, reference))
+        return retention(ours, theirs, metric), kept(drawn[mine], drawn[reference], metric)
 
     rows = []
-    for o, price in zip(outcomes, prices, strict=True):
-        against_full = full.get((o.backbone.name, o.size)) if o.backbone.role == STUDENT else None
+    for i, (o, price) in enumerate(zip(outcomes, prices, strict=True)):
+        of_teacher, interval_teacher = beside(i, teacher.get(o.size))
+        of_full, interval_full = beside(i, full.get((o.backbone.name, o.size)))
         rows.append(
             Row(
                 name=o.backbone.name,
@@ -199,16 +207,46 @@ def _rows(task: str, outcomes: Sequence[Outcome], prices: Sequence[Cost], cell: 
                 input=o.input,
                 grid=o.backbone.grid_for(o.input, cell),
                 metrics=o.metrics,
-                retention_teacher=kept(o, teacher.get(o.size)),
-                retention_full=kept(o, against_full),
+                retention_teacher=of_teacher,
+                retention_full=of_full,
                 interactions=price.compute.interactions,
                 flops=price.compute.flops,
                 ms=price.ms,
                 spread_ms=price.spread_ms,
                 details=o.details,
+                interval=interval(drawn[i]),
+                interval_teacher=interval_teacher,
+                interval_full=interval_full,
             )
         )
     return rows
+
+
+def _teachers(outcomes: Sequence[Outcome]) -> dict[int, int]:
+    """Size -> the place of the teacher's outcome."""
+    return {o.size: i for i, o in enumerate(outcomes) if o.backbone.role == TEACHER}
+
+
+def _full_budgets(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], int]:
+    """(student, size) -> the place of its outcome with all cores."""
+    places = {}
+    for i, o in enumerate(outcomes):
+        config = getattr(getattr(o.backbone, "model", None), "config", None)
+        bank = getattr(config, "num_cores", None)
+        if o.backbone.role == STUDENT and bank is not None and o.backbone.cores == bank:
+            places[o.backbone.name, o.size] = i
+    return places
+
+
+def resampling_of(data: Data, seed: int) -> Resampling:
+    """How the test images are drawn anew: alone, by scene, or in blocks of time."""
+    groups = data.test.groups
+    return Resampling(
+        len(data.test_indices),
+        groups=None if groups is None else [groups[i] for i in data.test_indices],
+        in_time=data.test.in_time,
+        seed=seed,
+    )
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

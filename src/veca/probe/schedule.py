@@ -10,7 +10,7 @@ import torch
 
 from veca.probe.protocol import AdamW
 
-_PURPOSES = ("split", "subset", "order", "init", "dropout", "augment")
+_PURPOSES = ("split", "subset", "order", "init", "dropout", "augment", "resample")
 
 
 def generator(seed: int, purpose: str, *more: int) -> np.random.Generator:

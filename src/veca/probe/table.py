@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from veca.files import atomic_write_text
+from veca.probe.intervals import Interval
 from veca.probe.record import Row, Run, write_run
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ _TITLES = {
     "abs_rel": "abs rel",
     "delta1": "delta1 %",
 }
+_ENDS = ("low", "high", "teacher_low", "teacher_high", "full_low", "full_high")
 
 
 def metric_title(metric: str) -> str:
@@ -38,26 +41,36 @@ def show_metric(metric: str, value: float) -> str:
     return f"{100 * value:.2f}" if metric in _PERCENT else f"{value:.4f}"
 
 
+def show_interval(metric: str, ends: Interval | None) -> str:
+    """Half of an interval's width, as tables show it beside the score; empty for None."""
+    if ends is None:
+        return ""
+    half = (ends[1] - ends[0]) / 2
+    return f"±{100 * half:.1f}" if metric in _PERCENT else f"±{half:.3f}"
+
+
 def shown_metrics(run: Run) -> list[str]:
     return [run.metric, *_ALSO.get(run.task, ())]
 
 
 def header(run: Run) -> list[str]:
-    scores = [metric_title(metric) for metric in shown_metrics(run)]
+    first, *more = (metric_title(metric) for metric in shown_metrics(run))
+    scores = [first, "95 %", *more]
     costs = ["interactions", "GFLOPs", "ms"]
     return ["backbone", "cores", "px", *scores, "of teacher", "of full", *costs]
 
 
 def cells(run: Run, row: Row) -> list[str]:
     """One row of the table as text; empty where there is nothing to say."""
-    scores = [show_metric(metric, row.metrics[metric]) for metric in shown_metrics(run)]
+    first, *more = (show_metric(metric, row.metrics[metric]) for metric in shown_metrics(run))
+    scores = [first, show_interval(run.metric, row.interval), *more]
     return [
         row.name,
         "" if row.cores is None else str(row.cores),
         str(row.size or f"{row.input[0]}x{row.input[1]}"),
         *scores,
-        _percent(row.retention_teacher if row.role != "teacher" else None),
-        _percent(row.retention_full),
+        _kept(row.retention_teacher if row.role != "teacher" else None, row.interval_teacher),
+        _kept(row.retention_full, row.interval_full),
         "" if row.interactions is None else f"{row.interactions:,}",
         "" if row.flops is None else f"{row.flops / 1e9:.2f}",
         "" if row.ms is None else f"{row.ms:.1f}",
@@ -73,19 +86,22 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def rich_table(run: Run) -> Table:
-    """For the terminal; tasks with three scores leave out the FLOPs, to fit on 80 columns."""
+    """For the terminal, to fit on 80 columns: without the intervals of what is kept and, where
+    there are three scores, without the last of them and the FLOPs, which the files have."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     titles = header(run)
-    shown = [i for i, title in enumerate(titles) if title != "GFLOPs" or run.task not in _ALSO]
+    scores = shown_metrics(run)
+    hidden = {metric_title(scores[-1]), "GFLOPs"} if len(scores) > 2 else set()
+    shown = [i for i, title in enumerate(titles) if title not in hidden]
     table = Table(title=run.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("backbone", overflow="fold", min_width=8)
     for i in shown[1:]:
         tall = titles[i].replace("interactions", "inter-\nactions").replace(" ", "\n")
         table.add_column(tall, justify="right", no_wrap=True)
     for row in ordered(run.rows):
-        texts = cells(run, row)
+        texts = cells(run, dataclasses.replace(row, interval_teacher=None, interval_full=None))
         table.add_row(*(texts[i] for i in shown))
     return table
 
@@ -119,6 +135,25 @@ def explain(run: Run) -> str:
         f"{metric_title(run.metric)}: {better} is better, on {features}. 'of teacher' and 'of "
         f"full': {kept} that of the teacher and of the full budget, 100 % being as good. "
         "Interactions: query-key pairs in one layer's attention. ms: median of one image, measured."
+        + explain_intervals(run)
+    )
+
+
+def explain_intervals(run: Run) -> str:
+    """What the ± mean, as a sentence to follow others; empty where there are none."""
+    how = run.resampling
+    if not how:
+        return ""
+    units = {
+        "images": f"{how['units']:,} test images",
+        "groups": f"{how['units']:,} groups of test images that belong together",
+        "blocks": f"{how['units']:,} test images in blocks of {how.get('block')} that follow "
+        "each other in time",
+    }
+    return (
+        f" ±: half of the interval in which {how['share']:.0%} of the values lie when the "
+        f"{units[how['drawn']]} are drawn again, {how['draws']:,} times; other training images, "
+        "seeds of the probe or trainings of the backbone are not in it."
     )
 
 
@@ -162,7 +197,7 @@ def csv_text(run: Run) -> str:
     metrics = list(dict.fromkeys(name for row in run.rows for name in row.metrics))
     names = [
         "task", "dataset", "protocol", "backbone", "role", "cores", "size", "height", "width",
-        *metrics, "retention_teacher", "retention_full", "interactions", "flops", "ms",
+        *metrics, "retention_teacher", "retention_full", *_ENDS, "interactions", "flops", "ms",
         "spread_ms", "device", "threads", "torch", "veca", "date",
     ]  # fmt: skip
     out = io.StringIO()
@@ -173,7 +208,9 @@ def csv_text(run: Run) -> str:
         values = [
             run.task, run.dataset["name"], run.protocol["name"], row.name, row.role, row.cores,
             row.size, *row.input, *(row.metrics.get(name) for name in metrics),
-            row.retention_teacher, row.retention_full, row.interactions, row.flops, row.ms,
+            row.retention_teacher, row.retention_full, *_ends(row.interval),
+            *_ends(row.interval_teacher), *_ends(row.interval_full), row.interactions, row.flops,
+            row.ms,
             row.spread_ms, m["gpu"] or m["cpu"], m["threads"], m["torch"], m["veca"], m["date"],
         ]  # fmt: skip
         writer.writerow(
@@ -181,6 +218,10 @@ def csv_text(run: Run) -> str:
             for value in values
         )
     return out.getvalue()
+
+
+def _ends(ends: Interval | None) -> tuple[float | None, float | None]:
+    return ends or (None, None)
 
 
 def write_tables(run: Run, folder: str | Path) -> list[Path]:
@@ -191,5 +232,9 @@ def write_tables(run: Run, folder: str | Path) -> list[Path]:
     return [write_run(run, target), target / "results.csv", target / "results.md"]
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
+def _kept(share: float | None, ends: Interval | None) -> str:
+    """A share in percent, with half of its interval's width unless it is that of itself."""
+    if share is None:
+        return ""
+    known = ends is not None and ends[0] < ends[1]
+    return f"{100 * share:.1f} %" + (f" {show_interval('top1', ends)}" if known else "")

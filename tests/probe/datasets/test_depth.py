@@ -194,7 +194,7 @@ def test_scau_is_split_by_time(write) -> None:
     assert frames == numbers and (len(train), len(test)) == (7, 5)
     expect(train, 0, [[None, 1.0, 10.0], [None, None, 1.234]])
     assert train.groups == (0, 0, 1, 2, 3, 4, 5)
-    assert test.groups == (6, 6, 7, 8, 9)
+    assert test.groups == (6, 6, 7, 8, 9) and test.in_time
     write.image("rgb/last.jpg", 2, 3)
     write.labels("depth/last.png", stored)
     with pytest.raises(DatasetError, match=r"last\.jpg: its name is no frame number"):

@@ -49,6 +49,7 @@ class Dataset(ABC):
         classes: their names, in the order of the labels; empty for depth.
         groups: samples of one number must not be divided between training and validation, since
             they show the same scene; None where every image stands alone.
+        in_time: samples follow each other in time, so that neighbours are alike.
         notes: what a reader of the score should know about this copy of the data.
         skipped: (name, reason) of what the dataset's own lists leave out of the score.
     """
@@ -61,6 +62,7 @@ class Dataset(ABC):
 
     classes: tuple[str, ...] = ()
     groups: tuple[int, ...] | None = None
+    in_time: ClassVar[bool] = False
 
     def __init__(self, root: str | Path, split: str, **options: Any) -> None:
         info = self.info

@@ -318,6 +318,7 @@ class ScauRgbd(DepthDataset):
     )
     markers = ("rgb", "depth")
     nested = ("scau-rgbd",)
+    in_time = True
     depth_scale = 1000.0
     max_depth = 10.0
     max_is_valid = True

@@ -391,7 +391,10 @@ class Cityscapes(SegmentationDataset):
 
 @register
 class CamVid(SegmentationDataset):
-    """CamVid in the version of SegNet: 11 classes, stored 11 is unlabelled and ignored."""
+    """CamVid in the version of SegNet: 11 classes, stored 11 is unlabelled and ignored.
+
+    Frames of a few drives, in the order of their names, which is that of time.
+    """
 
     info = DatasetInfo(
         name="camvid",
@@ -410,6 +413,7 @@ class CamVid(SegmentationDataset):
     )
     markers = ("train", "trainannot")
     nested = ("CamVid", "camvid")
+    in_time = True
 
     def _pairs(self, tree: Tree) -> Sequence[Pair]:
         return pair_up(tree, self.split, f"{self.split}annot")

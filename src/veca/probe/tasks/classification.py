@@ -20,8 +20,9 @@ from veca.probe.backbone import Features
 from veca.probe.data import hold_out, test_labels, train_labels
 from veca.probe.errors import ProbeError
 from veca.probe.extract import GLOBAL, Want
+from veca.probe.intervals import mean_sums
 from veca.probe.linear import Chosen, LinearGrid, Scaling
-from veca.probe.metrics import accuracy
+from veca.probe.metrics import accuracy, hits
 from veca.probe.protocol import CropView, Knn, Linear, Logreg
 from veca.probe.tasks.job import Job, Outcome
 from veca.probe.views import SquareView
@@ -68,7 +69,8 @@ def knn(job: Job, settings: Knn) -> list[Outcome]:
         details: dict[str, Any] = {"features": settings.features, "k": settings.report_k}
         if job.verify:
             details["verified"] = verify.knn(bank, labels, queries, found, right, settings)
-        outcomes.append(Outcome(backbone, size, (size, size), metrics, details))
+        sums = mean_sums(hits(found[settings.report_k], right))
+        outcomes.append(Outcome(backbone, size, (size, size), metrics, sums, details))
     job.progress("k-NN", len(wants), len(wants))
     return outcomes
 
@@ -101,9 +103,11 @@ def linear(job: Job, settings: Linear) -> list[Outcome]:
             fitted = trained[i]
         grid, which, chosen = fitted
         queries = test[i].matrix(settings.features).to(job.device)
-        metrics = accuracy(grid.predict(queries, which), right, data.test.num_classes)
+        predicted = grid.predict(queries, which)
+        metrics = accuracy(predicted, right, data.test.num_classes)
         details.update(_how("learning_rate", chosen))
-        outcomes.append(Outcome(backbone, size, (size, size), metrics, details))
+        sums = mean_sums(hits(predicted, right))
+        outcomes.append(Outcome(backbone, size, (size, size), metrics, sums, details))
     job.progress("linear", len(wants), len(wants))
     return outcomes
 
@@ -222,7 +226,8 @@ def logreg(job: Job, settings: Logreg) -> list[Outcome]:
             details["verified"] = verify.logreg(
                 features, labels, held, queries, predicted, right, fitted, settings
             )
-        outcomes.append(Outcome(backbone, size, (size, size), metrics, details))
+        sums = mean_sums(hits(predicted, right))
+        outcomes.append(Outcome(backbone, size, (size, size), metrics, sums, details))
     return outcomes
 
 

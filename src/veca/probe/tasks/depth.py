@@ -20,6 +20,7 @@ from veca.probe.datasets import Crop, Dataset
 from veca.probe.depth import DepthProbe, train
 from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
+from veca.probe.intervals import mean_sums
 from veca.probe.kept import Kept
 from veca.probe.metrics import depth_errors, mean_of
 from veca.probe.protocol import Depth
@@ -60,10 +61,17 @@ def depth(job: Job, settings: Depth) -> list[Outcome]:
             details["train_loss"] = number(loss)
         else:
             probe = trained[i]
-        metrics, more = _score(job, settings, probe, test[i], truths, backbone.label)
+        errors, more = _score(job, settings, probe, test[i], truths, backbone.label)
         first = test[i].dense(0).tiles[0]
         outcomes.append(
-            Outcome(backbone, size, (first.height, first.width), metrics, {**details, **more})
+            Outcome(
+                backbone,
+                size,
+                (first.height, first.width),
+                mean_of([one for one in errors if one is not None]),
+                mean_sums([one["rmse"] if one else None for one in errors]),
+                {**details, **more},
+            )
         )
     return outcomes
 
@@ -206,11 +214,12 @@ def _train_live(
 
 def _score(
     job: Job, settings: Depth, probe: DepthProbe, stored: Stored, truths: Depths, label: str
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Errors averaged over the test images, and how many there were."""
+) -> tuple[list[dict[str, float] | None], dict[str, Any]]:
+    """Errors of each test image, None where no depth is valid, and how many there were."""
     data = job.data
     scored = crop_of(settings.view.eval_crop, data.test, "eval_crop")
-    errors, empty = [], set()
+    errors: list[dict[str, float] | None] = []
+    empty: set[int] = set()
     check = verify.DepthCheck() if job.verify else None
     for place, index in enumerate(data.test_indices):
         sample, truth = stored.dense(place), truths(place).numpy()
@@ -221,19 +230,17 @@ def _score(
         found = depth_errors(predicted, truth)
         if check is not None:
             check.add(predicted, truth)
-        if found is not None:
-            errors.append(found)
-        elif settings.empty_depth == "error":
-            raise _empty(data.test, index)
-        else:
+        errors.append(found)
+        if found is None:
+            if settings.empty_depth == "error":
+                raise _empty(data.test, index)
             empty.add(index)
         job.progress(f"scoring {label}", place + 1, len(data.test_indices))
     _note_empty(job, "test", data.test, empty)
-    details: dict[str, Any] = {"scored": len(errors), "skipped": len(empty)}
-    metrics = mean_of(errors)
+    details: dict[str, Any] = {"scored": len(errors) - len(empty), "skipped": len(empty)}
     if check is not None:
         details["verified"] = check.result()
-    return metrics, details
+    return errors, details
 
 
 def _note_empty(job: Job, part: str, dataset: Dataset, empty: set[int]) -> None:

@@ -18,6 +18,7 @@ from veca.probe.backbone import Backbone, Features
 from veca.probe.data import Data
 from veca.probe.datasets import Dataset
 from veca.probe.extract import Stored, Summary, Want, extract
+from veca.probe.intervals import Sums
 from veca.probe.protocol import Protocol, Segmentation
 
 Progress = Callable[[str, int, int], None]
@@ -38,6 +39,8 @@ class Outcome:
     input: tuple[int, int]
     """(height, width) of the pixels that a forward pass takes: for the cost."""
     metrics: dict[str, float]
+    sums: Sums
+    """Of the score that comes first, by test image in the order of `Data.test_indices`."""
     details: dict[str, Any] = field(default_factory=dict)
     """Chosen settings, scores by class and the like, as JSON types."""
 

@@ -19,6 +19,7 @@ from veca.probe.data import labels_of, read_mask
 from veca.probe.datasets import Dataset
 from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
+from veca.probe.intervals import iou_sums
 from veca.probe.kept import Kept
 from veca.probe.metrics import Confusion
 from veca.probe.protocol import Segmentation
@@ -57,10 +58,17 @@ def segmentation(job: Job, settings: Segmentation) -> list[Outcome]:
             details["train_loss"] = number(loss)
         else:
             probe = trained[i]
-        metrics, more = _score(job, probe, test[i], truths, backbone.label)
+        confusion, more = _score(job, probe, test[i], truths, backbone.label)
         first = test[i].dense(0).tiles[0]
         outcomes.append(
-            Outcome(backbone, size, (first.height, first.width), metrics, {**details, **more})
+            Outcome(
+                backbone,
+                size,
+                (first.height, first.width),
+                confusion.metrics(),
+                iou_sums(confusion.images),
+                {**details, **more},
+            )
         )
     return outcomes
 
@@ -147,8 +155,8 @@ def _train_live(
 
 def _score(
     job: Job, probe: SegmentationProbe, stored: Stored, truths: Masks, label: str
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Metrics of the whole test set, and details of them."""
+) -> tuple[Confusion, dict[str, Any]]:
+    """The confusion matrix of the whole test set, and details of it."""
     data = job.data
     classes, ignore = data.test.classes, data.test.ignore_index
     confusion = Confusion(len(classes), ignore)
@@ -172,4 +180,4 @@ def _score(
     }
     if check is not None:
         details["verified"] = check.result(confusion)
-    return confusion.metrics(), details
+    return confusion, details
