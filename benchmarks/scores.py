@@ -2,7 +2,8 @@
 
 Results of the shipped weights are in results/probes; those of the controlled experiment, in which
 VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
-are of (unless they are shipped); those of the depth probe with other seeds in results/seeds.
+are of (unless they are shipped); those of the depth probe with other seeds in results/seeds; in
+results/intervals the shipped weights and the teacher once more, on one machine, with intervals.
 """
 
 from __future__ import annotations
@@ -158,17 +159,40 @@ def costs(rows: Rows) -> str:
 
 
 def budgets(rows: Rows) -> str:
-    """What smaller budgets keep of the score with all cores."""
-    scores = _scores(rows)
+    """What smaller budgets keep of the score with all cores, and how sure that is."""
+    scores, halves = _scores(rows), _half_widths("full")
     lines = []
     for name in (SMALL, TINY):
         for cores in BUDGETS[:-1]:
             line = [NAMES[name], cores]
             for probe in PROBES:
                 ratio = _ratio(probe, scores[name, cores, probe], scores[name, "64", probe])
-                line.append(f"{100 * ratio:.1f} %")
+                line.append(f"{100 * ratio:.1f} % ±{100 * halves[name, cores, probe]:.1f}")
             lines.append(line)
     return table(["", "cores", *(_plain(title) for title, _ in PROBES.values())], lines)
+
+
+def intervals(_: Rows) -> str:
+    """How sure the scores themselves are."""
+    halves = _half_widths()
+    lines = [(TEACHER, ""), *((name, cores) for name in (SMALL, TINY) for cores in ("8", "64"))]
+    return table(
+        ["", "cores", *(title for title, _ in PROBES.values())],
+        [
+            [NAMES[name], cores, *(f"±{_score(p, halves[name, cores, p])}" for p in PROBES)]
+            for name, cores in lines
+        ],
+    )
+
+
+def _half_widths(of: str = "") -> Scores:
+    """Halves of the 95 % intervals: of scores, or of what is kept ("full", "teacher")."""
+    low, high = (f"{of}_{end}".lstrip("_") for end in ("low", "high"))
+    return {
+        (r["backbone"], r["cores"], r["probe"]): (float(r[high]) - float(r[low])) / 2
+        for r in read("intervals")
+        if r[low]
+    }
 
 
 def seeds(rows: Rows) -> str:

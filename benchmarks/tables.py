@@ -189,6 +189,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "costs": ("control", scores.costs),
     "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
+    "intervals": ("intervals", scores.intervals),
     "seeds": ("seeds", scores.seeds),
     "controlled-seeds": (f"control/{scores.SECOND[0].dense}", scores.controlled_seeds),
     "agreement": ("agreement", learning.agreement),

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
+from rich.console import Console
 
 from probe import sets
 from probe.test_backbone import teacher
 from probe.test_run import SETS
-from veca.probe import TeacherBackbone, run_probe
+from veca.probe import TeacherBackbone, VecaBackbone, run_probe, write_report, write_tables
 from veca.probe.data import Data
-from veca.probe.intervals import DRAWS, Resampling, interval, iou_sums, kept, mean_sums
-from veca.probe.metrics import Confusion
+from veca.probe.intervals import DRAWS, Resampling, _student, iou_sums, mean_sums
+from veca.probe.metrics import PRIMARY, Confusion
 from veca.probe.record import Run
 from veca.probe.run import resampling_of
 from veca.probe.schedule import generator
-from veca.probe.table import cells, csv_text, header, markdown
+from veca.probe.table import cells, csv_text, header, markdown, rich_table, show_interval
+from veca.probe.tasks import run_task
 
 
 def every(sums):
@@ -73,29 +77,30 @@ class TestResampling:
         assert (counts[:, [0, 1, 5]].sum(axis=1) == 3).all()
 
     def test_time_is_drawn_in_blocks(self):
-        resampling = Resampling(14, groups=[0] * 14, in_time=True, seed=5)
+        resampling = Resampling(26, groups=[0] * 26, in_time=True, seed=5)
         found = all_counts(resampling)
-        assert resampling.block == 4
-        starts = generator(5, "resample").integers(0, 14, (DRAWS, 4))  # 4 blocks for 14 images
-        expected = np.zeros((DRAWS, 14))
+        assert resampling.block == 6
+        starts = generator(5, "resample").integers(0, 26, (DRAWS, 4))  # 4 blocks, 24 of 26 images
+        expected = np.zeros((DRAWS, 26))
         for draw, chosen in enumerate(starts):
             for start in chosen:
-                for i in range(4):
-                    expected[draw, (start + i) % 14] += 1
+                for i in range(6):
+                    expected[draw, (start + i) % 26] += 1
         assert (found == expected).all()
 
     @pytest.mark.parametrize(
-        ("groups", "in_time", "drawn", "units"),
+        ("groups", "in_time", "expected"),
         [
-            (None, False, "images", 3),
-            ((0, 4, 4, 5), False, "groups", 2),
-            ((0,) * 4, True, "blocks", 3),
+            (None, False, {"drawn": "images", "of": 3}),
+            ((0, 4, 4, 5), False, {"drawn": "groups", "of": 2}),
+            ((0,) * 4, True, {"drawn": "blocks", "of": 2, "block": 2}),
         ],
     )
-    def test_as_the_dataset_says(self, groups, in_time, drawn, units):
+    def test_as_the_dataset_says(self, groups, in_time, expected):
         test = SimpleNamespace(groups=groups, in_time=in_time)
-        made = resampling_of(Data(None, test, [], [1, 2, 3]), seed=0).describe()
-        assert (made["drawn"], made["units"]) == (drawn, units)
+        made = resampling_of(Data(None, test, [], [1, 2, 3]), seed=7)
+        assert made.describe() == {"share": 0.95, "draws": DRAWS, **expected}
+        assert made.seed == 7
 
     def test_parts_of_the_draws_do_not_matter(self, monkeypatch):
         whole = all_counts(Resampling(20, seed=3))
@@ -112,16 +117,33 @@ class TestResampling:
 class TestInterval:
     def test_of_a_share_as_the_binomial_has_it(self):
         right = np.arange(400) < 300
-        low, high = interval(Resampling(400).scores(mean_sums(right.tolist())))
+        resampling = Resampling(400)
+        found = resampling.interval(resampling.scores(mean_sums(right.tolist())))
         half = 1.96 * math.sqrt(0.75 * 0.25 / 400)
-        assert (low, high) == pytest.approx((0.75 - half, 0.75 + half), abs=0.1 * half)
+        assert found == pytest.approx((0.75 - half, 0.75 + half), abs=0.1 * half)
+
+    def test_of_few_groups_as_student_has_it(self):
+        """As wide as the t-interval of the groups' means."""
+        means = np.array([1.0, 2.0, 4.0, 5.0, 7.0, 9.0])
+        resampling = Resampling(18, groups=np.repeat(np.arange(6), 3).tolist())
+        low, high = resampling.interval(resampling.scores(mean_sums(np.repeat(means, 3).tolist())))
+        half = 2.571 * means.std(ddof=1) / math.sqrt(6)
+        assert (high - low) / 2 == pytest.approx(half, rel=0.06)
+        assert (high + low) / 2 == pytest.approx(means.mean(), abs=0.1 * half)
+
+    @pytest.mark.parametrize(("freedom", "quantile"), [(4, 2.776), (9, 2.262), (100, 1.984)])
+    def test_quantiles_of_student(self, freedom, quantile):
+        assert _student(freedom) == pytest.approx(quantile, rel=0.003)
 
     def test_neighbours_in_time_that_are_alike_say_less(self):
         random = np.random.default_rng(0)
         slow = np.repeat(random.normal(size=10), 10)  # ten scenes of ten frames each
-        sums = mean_sums((5 + slow).tolist())
-        alone, blocks = (interval(Resampling(100, in_time=t).scores(sums)) for t in (False, True))
-        assert blocks[1] - blocks[0] > 2 * (alone[1] - alone[0])
+        widths = []
+        for in_time in (False, True):
+            resampling = Resampling(100, in_time=in_time)
+            low, high = resampling.interval(resampling.scores(mean_sums((5 + slow).tolist())))
+            widths.append(high - low)
+        assert widths[1] > 2 * widths[0]
 
     def test_the_same_draws_tell_a_small_difference(self):
         random = np.random.default_rng(0)
@@ -131,30 +153,50 @@ class TestInterval:
             resampling.scores(mean_sums(values.tolist()))
             for values in (errors + random.uniform(0.03, 0.05, 100), errors)
         )
-        assert interval(ours)[0] < interval(theirs)[1]  # by themselves they overlap
-        low, high = kept(ours, theirs, "rmse")
+        # By themselves they overlap.
+        assert resampling.interval(ours)[0] < resampling.interval(theirs)[1]
+        low, high = resampling.share_interval(ours, theirs, "rmse")
         assert 0.95 < low < high < 1  # a larger error keeps less
-        assert kept(theirs, theirs, "rmse") == (1, 1)
-        low, high = kept(ours, theirs, "top1")
+        assert resampling.share_interval(theirs, theirs, "rmse") == (1, 1)
+        low, high = resampling.share_interval(ours, theirs, "top1")
         assert 1 < low < high < 1.05
 
     def test_none_where_a_draw_has_no_score(self):
-        assert interval(Resampling(3).scores(mean_sums([1.0, None, None]))) is None
-        alone = Resampling(3, groups=[5, 5, 5])  # one scene: nothing is known of others
-        assert interval(alone.scores(mean_sums([1.0, 2.0, 3.0]))) is None
-        zero = Resampling(3).scores(mean_sums([0.0, 0.0, 0.0]))
-        assert kept(zero, zero, "top1") is None
+        resampling = Resampling(6)
+        assert resampling.interval(resampling.scores(mean_sums([1.0, *[None] * 5]))) is None
+        zero = resampling.scores(mean_sums([0.0] * 6))
+        assert resampling.interval(zero) == (0, 0)
+        assert resampling.share_interval(zero, zero, "top1") is None
+
+    @pytest.mark.parametrize(
+        "few",
+        [
+            Resampling(4),
+            Resampling(9, groups=[0, 0, 0, 1, 1, 2, 2, 3, 3]),
+            Resampling(2, in_time=True),
+            Resampling(20, in_time=True),
+            Resampling(0),
+        ],
+        ids=["images", "groups", "two frames", "four blocks", "nothing"],
+    )
+    def test_none_of_too_few(self, few):
+        assert few.interval(few.scores(mean_sums([1.0] * few.images))) is None
 
 
 @pytest.fixture
 def probe(tmp_path):
-    def run(task):
+    def run(task, backbones=None, make=True, **options):
         name, write = SETS[task]
-        write(tmp_path / name)
-        backbones = [TeacherBackbone(teacher(16)), *sets.backbone().at([2, 8])]
-        protocol = sets.protocol()
+        if make:
+            write(tmp_path / name, test=6)
         return run_probe(
-            task, backbones, dataset=name, data=tmp_path / name, protocol=protocol, cache=None
+            task,
+            backbones or [TeacherBackbone(teacher(16)), *sets.backbone().at([2, 8])],
+            dataset=name,
+            data=tmp_path / name,
+            protocol=sets.protocol(),
+            cache=None,
+            **options,
         )
 
     return run
@@ -164,7 +206,7 @@ def probe(tmp_path):
 def test_of_every_task(probe, task):
     run = probe(task)
     assert run.resampling["drawn"] == "images"
-    assert run.resampling["units"] == run.dataset["test"]["used"]
+    assert run.resampling["of"] == run.dataset["test"]["used"]
     for row in run.rows:
         low, high = row.interval
         assert low <= run.score(row) <= high
@@ -176,6 +218,43 @@ def test_of_every_task(probe, task):
     assert run.rows[2].interval_full == (1, 1)
 
 
+@pytest.mark.parametrize("task", SETS)
+def test_the_sums_are_those_of_the_score(probe, task, monkeypatch):
+    """Of every task and row; of k-NN those of the k that is reported."""
+    outcomes = []
+
+    def keep(*words):
+        outcomes.extend(run_task(*words))
+        return outcomes
+
+    monkeypatch.setattr("veca.probe.run.run_task", keep)
+    probe(task)
+    assert len(outcomes) == 3
+    for outcome in outcomes:
+        assert every(outcome.sums) == outcome.metrics[PRIMARY[task]]
+
+
+def test_images_without_depth_do_not_count(probe, tmp_path):
+    name, write = SETS["depth"]
+    root = write(tmp_path / name, test=7)
+    empty = sorted((root / "depth" / "test").iterdir())[2]
+    pixels = np.asarray(Image.open(empty))
+    Image.fromarray(np.zeros_like(pixels)).save(empty)
+    run = probe("depth", make=False)
+    assert run.rows[0].details["skipped"] == 1
+    for row in run.rows:
+        low, high = row.interval
+        assert 0 < low <= row.metrics["rmse"] <= high
+
+
+def test_only_students_keep_a_share_of_their_full_budget(probe):
+    students = sets.backbone().at([2])
+    (other,) = VecaBackbone(sets.model(), role="baseline").at([8])
+    small, full = probe("knn", [*students, other]).rows
+    assert small.retention_full is not None and small.interval_full is not None
+    assert full.retention_full is None and full.interval_full is None
+
+
 def test_kept_and_shown(probe):
     run = probe("depth")
     again = Run.from_dict(json.loads(json.dumps(run.to_dict())))
@@ -184,7 +263,7 @@ def test_kept_and_shown(probe):
     low, high = run.rows[1].interval
     assert shown["95 %"] == f"±{(high - low) / 2:.3f}" and " % ±" in shown["of full"]
     assert "±" not in dict(zip(header(run), cells(run, run.rows[2]), strict=True))["of full"]
-    assert f"when the {run.resampling['units']} test images are drawn again" in markdown(run)
+    assert f"when the {run.resampling['of']} test images are drawn again" in markdown(run)
     line = csv_text(run).splitlines()[2].split(",")
     names = csv_text(run).splitlines()[0].split(",")
     assert float(line[names.index("low")]) == pytest.approx(low, rel=1e-5)
@@ -207,10 +286,10 @@ def test_records_of_before_have_none(probe):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"drawn": "groups", "units": 4}, "4 groups of test images that belong together"),
+        ({"drawn": "groups", "of": 7}, "the 7 groups of test images that belong together are"),
         (
-            {"drawn": "blocks", "units": 101, "block": 11},
-            "101 test images in blocks of 11 that follow each other in time",
+            {"drawn": "blocks", "of": 9, "block": 11},
+            "the test images, in 9 blocks of 11 that follow each other in time, are drawn again",
         ),
     ],
 )
@@ -218,3 +297,29 @@ def test_what_was_drawn_in_words(probe, how, words):
     run = probe("knn")
     made = dataclasses.replace(run, resampling={**run.resampling, **how})
     assert words in markdown(made)
+
+
+def test_no_words_about_intervals_that_are_not_there(probe):
+    run = probe("knn")
+    rows = [dataclasses.replace(row, interval=None) for row in run.rows]
+    assert "±:" not in markdown(dataclasses.replace(run, rows=rows))
+
+
+def test_a_page_of_old_and_new_records_explains_itself(probe, tmp_path):
+    run = probe("knn")
+    for folder, how in (("a-old", {}), ("b-new", run.resampling)):
+        write_tables(dataclasses.replace(run, resampling=how), tmp_path / "runs" / folder)
+    page = write_report(tmp_path / "runs").page.read_text(encoding="utf-8")
+    assert page.count("are drawn again") == 1
+
+
+def test_the_terminal_shows_that_of_the_score(probe):
+    run = probe("depth")
+    large = {"size": 0, "input": (480, 640), "interactions": 1_052_676, "ms": 1234.5}
+    made = dataclasses.replace(run, rows=[dataclasses.replace(r, **large) for r in run.rows])
+    out = Console(file=io.StringIO(), width=80)
+    out.print(rich_table(made))
+    text = out.file.getvalue()
+    parts = ("480x640", "1,052,676", "1234.5", show_interval("rmse", run.rows[1].interval))
+    assert all(part in text for part in parts)
+    assert text.count("±") == 3  # none of what is kept, for which there is no room

@@ -1,12 +1,14 @@
-"""How much a score depends on the images it was measured on: 95 % intervals, by resampling them.
+"""How far chance reaches in a score: 95 % intervals, by drawing the test images again.
 
-A score is made of sums over the test images, so to draw the images anew is to count each as often
-as it was drawn. All rows of a table are counted with the same draws: the share that one keeps of
-another has an interval of its own, and a budget that is a little worse on every image is told
-apart from one that is worse by chance, however wide the intervals of the two scores are.
+A score is made of sums over the test images, so to draw the images again is to count each as often
+as it was drawn. All rows of a table are counted with the same draws. The share that one keeps of
+another therefore has an interval of its own, without the chance that hits both alike: a budget
+that is a little worse on every image is told apart from one that was unlucky.
 
 Images of one scene are drawn together. Where images follow each other in time, neighbours are
-alike, and blocks of them are drawn: n images in time say less than n images from anywhere.
+alike, and blocks of them are drawn: n images in time say less than n images from anywhere. With
+few scenes or blocks draws alone would give too narrow an interval, which is therefore stretched as
+Student's t asks for; how alike scenes and blocks are to each other remains unknown.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from veca.probe.metrics import HIGHER_IS_BETTER, mean_iou
+from veca.probe.metrics import HIGHER_IS_BETTER, mean_iou, over
 from veca.probe.schedule import generator
 
 Array = np.ndarray[Any, Any]
 Interval = tuple[float, float]
+"""(low, high)"""
 
 DRAWS = 2000
 SHARE = 0.95
+FEWEST = 5
+"""Images, scenes or blocks that a draw is made of; with fewer there is no interval."""
+_NORMAL = 1.959964  # as many standard deviations to either side hold 95 % of a normal distribution
 _AT_ONCE = 2**22  # counts of images held in memory
 
 
@@ -42,11 +48,10 @@ class Sums:
 def mean_sums(values: Sequence[float | None]) -> Sums:
     """Of a score that is the mean of a value by image; None is not scored."""
     terms = [(0.0, 0.0) if value is None else (float(value), 1.0) for value in values]
-
-    def score(sums: Array) -> Array:
-        return _over(sums[:, 0], sums[:, 1])
-
-    return Sums(np.array(terms, dtype=np.float64).reshape(-1, 2), score)
+    return Sums(
+        np.array(terms, dtype=np.float64).reshape(-1, 2),
+        lambda sums: over(sums[:, 0], sums[:, 1]),
+    )
 
 
 def iou_sums(images: Sequence[Array]) -> Sums:
@@ -81,56 +86,64 @@ class Resampling:
     ) -> None:
         self.images = images
         self.seed = seed
-        self.block = math.ceil(math.sqrt(images)) if in_time else 1
+        self.block = math.ceil(math.sqrt(images)) if in_time and images else 1
         found = groups if groups is not None and not in_time else range(images)
         self._unit = np.unique(np.asarray(found, dtype=np.int64), return_inverse=True)[1]
-        self.units = int(self._unit.max()) + 1 if images else 0
+        self._units = int(self._unit.max()) + 1 if images else 0
         self.drawn = "blocks" if in_time else "images" if groups is None else "groups"
+        self.per_draw = round(self._units / self.block)
+        """Images, groups or blocks that each draw is made of."""
 
     def describe(self) -> dict[str, Any]:
         """For the record of a run, as JSON types."""
-        table = {"share": SHARE, "draws": DRAWS, "drawn": self.drawn, "units": self.units}
+        table = {"share": SHARE, "draws": DRAWS, "drawn": self.drawn, "of": self.per_draw}
         return {**table, **({"block": self.block} if self.drawn == "blocks" else {})}
 
     def counts(self) -> Iterator[Array]:
         """How often each image is drawn, float64 [some draws, images], `DRAWS` of them in all."""
         random = generator(self.seed, "resample")
-        per_draw = -(-self.units // self.block)
         at_once = max(1, _AT_ONCE // max(1, self.images))
         for begin in range(0, DRAWS, at_once):
             draws = min(at_once, DRAWS - begin)
-            chosen = random.integers(0, self.units, (draws, per_draw))
-            flat = (chosen + self.units * np.arange(draws)[:, None]).ravel()
-            counts = np.bincount(flat, minlength=draws * self.units).reshape(draws, self.units)
-            blocks = np.zeros(counts.shape)
+            chosen = random.integers(0, self._units, (draws, self.per_draw))
+            flat = (chosen + self._units * np.arange(draws)[:, None]).ravel()
+            starts = np.bincount(flat, minlength=draws * self._units).reshape(draws, self._units)
+            counts = np.zeros(starts.shape)
             for shift in range(self.block):
-                blocks += np.roll(counts, shift, axis=1)
-            yield blocks[:, self._unit]
+                counts += np.roll(starts, shift, axis=1)
+            yield counts[:, self._unit]
 
     def scores(self, sums: Sums) -> Array:
-        """The score of each draw, float64 [DRAWS]; nan where there is nothing to choose from."""
+        """The score of each draw, float64 [DRAWS]; nan where there is too little to draw from."""
         if len(sums.images) != self.images:
             raise ValueError(f"sums of {len(sums.images)} images, expected {self.images}")
-        if self.units < 2:
+        if self.per_draw < FEWEST:
             return np.full(DRAWS, np.nan)
         return np.concatenate([sums.score(counts @ sums.images) for counts in self.counts()])
 
+    def interval(self, scores: Array) -> Interval | None:
+        """Of what `scores` gave; None where a draw has no score."""
+        if not np.isfinite(scores).all():
+            return None
+        tail = (1 - SHARE) / 2
+        low, middle, high = np.quantile(scores, [tail, 0.5, 1 - tail])
+        stretch = _student(self.per_draw - 1) / _NORMAL
+        stretch *= math.sqrt(self.per_draw / (self.per_draw - 1))
+        return float(middle - stretch * (middle - low)), float(middle + stretch * (high - middle))
 
-def interval(scores: Array) -> Interval | None:
-    """The middle 95 % of what was drawn; None where a draw has no score."""
-    if not np.isfinite(scores).all():
-        return None
-    tail = 50 * (1 - SHARE)
-    low, high = np.percentile(scores, [tail, 100 - tail])
-    return float(low), float(high)
+    def share_interval(self, scores: Array, reference: Array, metric: str) -> Interval | None:
+        """Of the share that is kept of a reference; see `retention`."""
+        ours_above = HIGHER_IS_BETTER[metric]
+        return self.interval(over(scores, reference) if ours_above else over(reference, scores))
 
 
-def kept(scores: Array, reference: Array, metric: str) -> Interval | None:
-    """Of the share that is kept of a reference with the same draws; see `retention`."""
-    ours_above = HIGHER_IS_BETTER[metric]
-    return interval(_over(scores, reference) if ours_above else _over(reference, scores))
-
-
-def _over(above: Array, below: Array) -> Array:
-    """above / below; nan where that is 0."""
-    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+def _student(freedom: int) -> float:
+    """How far to either side 95 % of Student's t reach: Fisher's expansion of the quantile, right
+    to 0.3 % from 4 degrees of freedom on."""
+    z = _NORMAL
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

@@ -21,7 +21,7 @@ def hits(predicted: Sequence[int] | Tensor, right: Sequence[Sequence[int]]) -> l
     Args:
         right: every label that counts as right, by image; an image without any is not scored.
     """
-    guesses = [int(x) for x in predicted]
+    guesses = [int(x) for x in (predicted.tolist() if isinstance(predicted, Tensor) else predicted)]
     if len(guesses) != len(right):
         raise ProbeError(f"{len(guesses)} predictions for {len(right)} images.")
     return [
@@ -109,17 +109,19 @@ def _parts(counts: Array) -> Array:
 
 def iou(right: Array, labelled: Array, predicted: Array) -> Array:
     """Intersection over union by class, float64; nan where there is neither."""
-    union = labelled + predicted - right
-    return np.divide(right, union, out=np.full(np.shape(right), np.nan), where=union > 0)
+    return over(right, labelled + predicted - right)
 
 
 def mean_iou(right: Array, labelled: Array, predicted: Array) -> Array:
     """The mean over the last axis, of the classes that occur; nan where none does."""
     found = iou(right, labelled, predicted)
     there = np.isfinite(found)
-    count = there.sum(axis=-1)
-    total = np.where(there, found, 0.0).sum(axis=-1)
-    return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
+    return over(np.where(there, found, 0.0).sum(axis=-1), there.sum(axis=-1))
+
+
+def over(above: Array, below: Array) -> Array:
+    """above / below, float64; nan where `below` is not above 0."""
+    return np.divide(above, below, out=np.full(np.shape(above), np.nan), where=below > 0)
 
 
 def depth_errors(predicted: Array, truth: Array) -> dict[str, float] | None:

@@ -46,9 +46,11 @@ class Row:
     spread_ms: float | None
     details: dict[str, Any] = field(default_factory=dict)
     interval: Interval | None = None
-    """95 % of the first score, and below of what is kept; None in records without."""
+    """(low, high), 95 %, of the first score; None where it is not known, as in older records."""
     interval_teacher: Interval | None = None
+    """The same of what is kept of the teacher's score."""
     interval_full: Interval | None = None
+    """The same of what is kept of the full budget's."""
 
     @property
     def label(self) -> str:

@@ -111,7 +111,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
         page.heading(group.title)
         page.text(f"{run.protocol['description']}.")
         page.table(header(run), [cells(one, row) for one, row in group.rows])
-        page.text(explain(run), "small")
+        page.text(explain(next((one for one in group.runs if one.resampling), run)), "small")
         try:
             if not missing:
                 picture = base64.b64encode(draw(group.runs, group.title)).decode()

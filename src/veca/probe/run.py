@@ -19,7 +19,7 @@ from veca.probe.cache import default_folder
 from veca.probe.data import DATASET_TASK, Data, open_data
 from veca.probe.datasets import find_dataset
 from veca.probe.errors import ProbeError
-from veca.probe.intervals import Interval, Resampling, interval, kept
+from veca.probe.intervals import Interval, Resampling
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol
 from veca.probe.record import Row, Run, subject
@@ -192,12 +192,15 @@ def _rows(
         if reference is None:
             return None, None
         ours, theirs = (outcomes[i].metrics[metric] for i in (mine, reference))
-        return retention(ours, theirs, metric), kept(drawn[mine], drawn[reference], metric)
+        return retention(ours, theirs, metric), resampling.share_interval(
+            drawn[mine], drawn[reference], metric
+        )
 
     rows = []
     for i, (o, price) in enumerate(zip(outcomes, prices, strict=True)):
         of_teacher, interval_teacher = beside(i, teacher.get(o.size))
-        of_full, interval_full = beside(i, full.get((o.backbone.name, o.size)))
+        known = full.get((o.backbone.name, o.size)) if o.backbone.role == STUDENT else None
+        of_full, interval_full = beside(i, known)
         rows.append(
             Row(
                 name=o.backbone.name,
@@ -214,7 +217,7 @@ def _rows(
                 ms=price.ms,
                 spread_ms=price.spread_ms,
                 details=o.details,
-                interval=interval(drawn[i]),
+                interval=resampling.interval(drawn[i]),
                 interval_teacher=interval_teacher,
                 interval_full=interval_full,
             )
@@ -228,12 +231,12 @@ def _teachers(outcomes: Sequence[Outcome]) -> dict[int, int]:
 
 
 def _full_budgets(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], int]:
-    """(student, size) -> the place of its outcome with all cores."""
+    """(name, size) -> the place of its outcome with all cores."""
     places = {}
     for i, o in enumerate(outcomes):
         config = getattr(getattr(o.backbone, "model", None), "config", None)
         bank = getattr(config, "num_cores", None)
-        if o.backbone.role == STUDENT and bank is not None and o.backbone.cores == bank:
+        if bank is not None and o.backbone.cores == bank:
             places[o.backbone.name, o.size] = i
     return places
 

@@ -45,8 +45,7 @@ def show_interval(metric: str, ends: Interval | None) -> str:
     """Half of an interval's width, as tables show it beside the score; empty for None."""
     if ends is None:
         return ""
-    half = (ends[1] - ends[0]) / 2
-    return f"±{100 * half:.1f}" if metric in _PERCENT else f"±{half:.3f}"
+    return _half_percent(ends) if metric in _PERCENT else f"±{(ends[1] - ends[0]) / 2:.3f}"
 
 
 def shown_metrics(run: Run) -> list[str]:
@@ -69,8 +68,8 @@ def cells(run: Run, row: Row) -> list[str]:
         "" if row.cores is None else str(row.cores),
         str(row.size or f"{row.input[0]}x{row.input[1]}"),
         *scores,
-        _kept(row.retention_teacher if row.role != "teacher" else None, row.interval_teacher),
-        _kept(row.retention_full, row.interval_full),
+        _show_kept(row.retention_teacher if row.role != "teacher" else None, row.interval_teacher),
+        _show_kept(row.retention_full, row.interval_full),
         "" if row.interactions is None else f"{row.interactions:,}",
         "" if row.flops is None else f"{row.flops / 1e9:.2f}",
         "" if row.ms is None else f"{row.ms:.1f}",
@@ -87,13 +86,13 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 def rich_table(run: Run) -> Table:
     """For the terminal, to fit on 80 columns: without the intervals of what is kept and, where
-    there are three scores, without the last of them and the FLOPs, which the files have."""
+    there are several scores, without the others and the FLOPs. The files have all of it."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     titles = header(run)
-    scores = shown_metrics(run)
-    hidden = {metric_title(scores[-1]), "GFLOPs"} if len(scores) > 2 else set()
+    others = [metric_title(metric) for metric in shown_metrics(run)[1:]]
+    hidden = {*others, "GFLOPs"} if others else set()
     shown = [i for i, title in enumerate(titles) if title not in hidden]
     table = Table(title=run.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("backbone", overflow="fold", min_width=8)
@@ -142,18 +141,19 @@ def explain(run: Run) -> str:
 def explain_intervals(run: Run) -> str:
     """What the ± mean, as a sentence to follow others; empty where there are none."""
     how = run.resampling
-    if not how:
+    if all(row.interval is None for row in run.rows) or not how:
         return ""
     units = {
-        "images": f"{how['units']:,} test images",
-        "groups": f"{how['units']:,} groups of test images that belong together",
-        "blocks": f"{how['units']:,} test images in blocks of {how.get('block')} that follow "
-        "each other in time",
+        "images": f"{how['of']:,} test images",
+        "groups": f"{how['of']:,} groups of test images that belong together",
+        "blocks": f"test images, in {how['of']:,} blocks of {how.get('block')} that follow each "
+        "other in time,",
     }
     return (
-        f" ±: half of the interval in which {how['share']:.0%} of the values lie when the "
-        f"{units[how['drawn']]} are drawn again, {how['draws']:,} times; other training images, "
-        "seeds of the probe or trainings of the backbone are not in it."
+        f" ±: half of the interval in which {100 * how['share']:.0f} % of the values lie when the "
+        f"{units[how['drawn']]} are drawn again, {how['draws']:,} times; its ends are in "
+        "results.csv. Other training images, seeds of the probe or trainings of the backbone are "
+        "not in it."
     )
 
 
@@ -232,9 +232,13 @@ def write_tables(run: Run, folder: str | Path) -> list[Path]:
     return [write_run(run, target), target / "results.csv", target / "results.md"]
 
 
-def _kept(share: float | None, ends: Interval | None) -> str:
+def _show_kept(share: float | None, ends: Interval | None) -> str:
     """A share in percent, with half of its interval's width unless it is that of itself."""
     if share is None:
         return ""
-    known = ends is not None and ends[0] < ends[1]
-    return f"{100 * share:.1f} %" + (f" {show_interval('top1', ends)}" if known else "")
+    text = f"{100 * share:.1f} %"
+    return text if ends is None or ends[0] == ends[1] else f"{text} {_half_percent(ends)}"
+
+
+def _half_percent(ends: Interval) -> str:
+    return f"±{50 * (ends[1] - ends[0]):.1f}"

@@ -228,6 +228,7 @@ def test_camvid(write, suffix: str) -> None:
         write.labels(f"{split}annot/0001TP_{split}.png", stored)
     for split in ("train", "val", "test"):
         dataset = open_dataset("camvid", write.root, split)
+        assert dataset.in_time
         assert dataset.ids == (f"{split}/0001TP_{split}.{suffix}",)
         expect(dataset, 0, stored, lambda value: 255 if value == 11 else value)
     assert dataset.classes[0] == "sky" and dataset.classes[10] == "bicyclist"
