@@ -20,6 +20,7 @@ from scores import (
     TEACHER,
     TINY,
     dense_control,
+    half_widths,
     samples_seen,
 )
 from veca.files import atomic_write
@@ -113,6 +114,7 @@ def budget_plot() -> None:
             points = [(int(r["cores"]), scale * float(r[metric])) for r in mine
                       if r["backbone"] == name]  # fmt: skip
             axis.plot(*zip(*points, strict=True), marker="o", color=colour, label=_labelled(name))
+            _bars(axis, name, probe, dict(points), colour)
         levels = {r["backbone"]: scale * float(r[metric]) for r in mine}
         for name, (colour, style) in LINES.items():
             axis.axhline(levels[name], color=colour, linestyle=style, label=_labelled(name))
@@ -123,6 +125,21 @@ def budget_plot() -> None:
     lines, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=9)
     save(figure, "results-budget.png")
+
+
+def _bars(axis: Axes, name: str, probe: str, scores: dict[int, float], colour: str) -> None:
+    """At some budgets, how sure the difference to the score with all cores is."""
+    halves, full = half_widths("full"), max(scores)
+    places = [c for c in scores if c != full and (name, str(c), probe) in halves]
+    axis.errorbar(
+        places,
+        [scores[c] for c in places],
+        [scores[full] * halves[name, str(c), probe] for c in places],
+        fmt="none",
+        ecolor=colour,
+        elinewidth=1,
+        capsize=3,
+    )
 
 
 def _labelled(name: str) -> str:

@@ -160,7 +160,7 @@ def costs(rows: Rows) -> str:
 
 def budgets(rows: Rows) -> str:
     """What smaller budgets keep of the score with all cores, and how sure that is."""
-    scores, halves = _scores(rows), _half_widths("full")
+    scores, halves = _scores(rows), half_widths("full")
     lines = []
     for name in (SMALL, TINY):
         for cores in BUDGETS[:-1]:
@@ -174,7 +174,7 @@ def budgets(rows: Rows) -> str:
 
 def intervals(_: Rows) -> str:
     """How sure the scores themselves are."""
-    halves = _half_widths()
+    halves = half_widths()
     lines = [(TEACHER, ""), *((name, cores) for name in (SMALL, TINY) for cores in ("8", "64"))]
     return table(
         ["", "cores", *(title for title, _ in PROBES.values())],
@@ -185,7 +185,7 @@ def intervals(_: Rows) -> str:
     )
 
 
-def _half_widths(of: str = "") -> Scores:
+def half_widths(of: str = "") -> Scores:
     """Halves of the 95 % intervals: of scores, or of what is kept ("full", "teacher")."""
     low, high = (f"{of}_{end}".lstrip("_") for end in ("low", "high"))
     return {
