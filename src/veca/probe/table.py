@@ -85,14 +85,13 @@ def ordered(rows: Sequence[Row]) -> list[Row]:
 
 
 def rich_table(run: Run) -> Table:
-    """For the terminal, to fit on 80 columns: without the intervals of what is kept and, where
-    there are several scores, without the others and the FLOPs. The files have all of it."""
+    """For the terminal, to fit on 80 columns: without further scores, the intervals of what is kept
+    and the FLOPs. The files have all of it."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     titles = header(run)
-    others = [metric_title(metric) for metric in shown_metrics(run)[1:]]
-    hidden = {*others, "GFLOPs"} if others else set()
+    hidden = {"GFLOPs", *(metric_title(metric) for metric in shown_metrics(run)[1:])}
     shown = [i for i, title in enumerate(titles) if title not in hidden]
     table = Table(title=run.title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("backbone", overflow="fold", min_width=8)
