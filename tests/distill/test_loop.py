@@ -176,7 +176,7 @@ def test_a_checkpoint_becomes_weights(finished, tmp_path) -> None:
 # ---------------------------------------------------------------------------- stop and go on
 
 
-def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch) -> None:
+def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch, capfd) -> None:
     _, changes, whole = finished
     real = Cohort.step
 
@@ -189,6 +189,7 @@ def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch)
     before = signal.getsignal(signal.SIGTERM)
     result = distill(settings(**changes), tmp_path / "run")
     assert (result.stopped, result.step) == ("signal", 4)
+    assert "asked to stop: the run ends cleanly within 3 steps; a second" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
     assert read_provenance(result.final)["complete"] is False
     monkeypatch.undo()

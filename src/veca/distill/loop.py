@@ -193,7 +193,13 @@ class Run:
         stopped, begun_with = "done", self.samples
         self._restart_clock()
         begun = self._since
-        with _stop_signals() as signalled:
+        tell = ""
+        if self.world.is_first:
+            tell = (
+                f"asked to stop: the run ends cleanly within {c.follow.every} steps; a second "
+                "signal ends it at once.\n"
+            )
+        with _stop_signals(tell) as signalled:
             for step in self.plan.from_step(self.done):
                 batch = self.loader.batch(step.number)
                 self.meter.add(step, *self.cohort.step(step, batch))
@@ -521,8 +527,12 @@ def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, for a clean stop; a second one acts as it always did."""
+def _stop_signals(tell: str) -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM, for a clean stop; a second one acts as it always did.
+
+    Args:
+        tell: what the first one says on standard error, since the stop may take a while.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
@@ -532,6 +542,9 @@ def _stop_signals() -> Iterator[list[int]]:
     def note(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, before[number])
+        # Not print: a signal may come in the middle of one, which must not be entered again.
+        with contextlib.suppress(OSError):
+            os.write(2, tell.encode())
 
     for wanted in (signal.SIGINT, signal.SIGTERM):
         before[wanted] = signal.signal(wanted, note)
