@@ -20,7 +20,7 @@ from scores import (
     TEACHER,
     TINY,
     dense_control,
-    half_widths,
+    interval_ends,
     samples_seen,
 )
 from veca.files import atomic_write
@@ -128,18 +128,17 @@ def budget_plot() -> None:
 
 
 def _bars(axis: Axes, name: str, probe: str, scores: dict[int, float], colour: str) -> None:
-    """At some budgets, how sure the difference to the score with all cores is."""
-    halves, full = half_widths("full"), max(scores)
-    places = [c for c in scores if c != full and (name, str(c), probe) in halves]
-    axis.errorbar(
-        places,
-        [scores[c] for c in places],
-        [scores[full] * halves[name, str(c), probe] for c in places],
-        fmt="none",
-        ecolor=colour,
-        elinewidth=1,
-        capsize=3,
-    )
+    """At some budgets, where chance may put the score beside the one with all cores."""
+    full, known = scores[max(scores)], interval_ends("full")
+    for cores in scores:
+        low, high = known.get((name, str(cores), probe), (1.0, 1.0))
+        if low < high:
+            ends = (
+                (full / high, full / low)
+                if PROBES[probe][1] == "rmse"
+                else (full * low, full * high)
+            )
+            axis.plot([cores, cores], ends, marker="_", color=colour, linewidth=1)
 
 
 def _labelled(name: str) -> str:

@@ -159,37 +159,41 @@ def costs(rows: Rows) -> str:
 
 
 def budgets(rows: Rows) -> str:
-    """What smaller budgets keep of the score with all cores, and how sure that is."""
-    scores, halves = _scores(rows), half_widths("full")
+    """What smaller budgets keep of the score with all cores, and between where chance leaves it."""
+    scores, ends = _scores(rows), interval_ends("full")
     lines = []
     for name in (SMALL, TINY):
         for cores in BUDGETS[:-1]:
             line = [NAMES[name], cores]
             for probe in PROBES:
                 ratio = _ratio(probe, scores[name, cores, probe], scores[name, "64", probe])
-                line.append(f"{100 * ratio:.1f} % ±{100 * halves[name, cores, probe]:.1f}")
+                low, high = (100 * end for end in ends[name, cores, probe])
+                line.append(f"{100 * ratio:.1f} % ({low:.1f}–{high:.1f})")
             lines.append(line)
     return table(["", "cores", *(_plain(title) for title, _ in PROBES.values())], lines)
 
 
 def intervals(_: Rows) -> str:
-    """How sure the scores themselves are."""
-    halves = half_widths()
+    """How far chance reaches in the scores themselves: half of the intervals."""
+    ends = interval_ends()
     lines = [(TEACHER, ""), *((name, cores) for name in (SMALL, TINY) for cores in ("8", "64"))]
+
+    def half(name: str, cores: str, probe: str) -> str:
+        low, high = ends[name, cores, probe]
+        return f"±{_score(probe, (high - low) / 2)}"
+
     return table(
         ["", "cores", *(title for title, _ in PROBES.values())],
-        [
-            [NAMES[name], cores, *(f"±{_score(p, halves[name, cores, p])}" for p in PROBES)]
-            for name, cores in lines
-        ],
+        [[NAMES[name], cores, *(half(name, cores, p) for p in PROBES)] for name, cores in lines],
     )
 
 
-def half_widths(of: str = "") -> Scores:
-    """Halves of the 95 % intervals: of scores, or of what is kept ("full", "teacher")."""
+def interval_ends(of: str = "") -> dict[tuple[str, str, str], tuple[float, float]]:
+    """The ends of 95 % intervals by (backbone, cores, probe): of scores, or of what is kept of the
+    score with all cores ("full") or of the teacher's ("teacher")."""
     low, high = (f"{of}_{end}".lstrip("_") for end in ("low", "high"))
     return {
-        (r["backbone"], r["cores"], r["probe"]): (float(r[high]) - float(r[low])) / 2
+        (r["backbone"], r["cores"], r["probe"]): (float(r[low]), float(r[high]))
         for r in read("intervals")
         if r[low]
     }

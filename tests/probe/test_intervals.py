@@ -266,7 +266,7 @@ def test_kept_and_shown(probe):
     low, high = run.rows[1].interval
     assert shown["95 %"] == f"±{(high - low) / 2:.3f}" and " % ±" in shown["of full"]
     assert "±" not in dict(zip(header(run), cells(run, run.rows[2]), strict=True))["of full"]
-    assert f"when the {run.resampling['of']} test images are drawn again" in markdown(run)
+    assert f"for which the {run.resampling['of']} test images are drawn again" in markdown(run)
     line = csv_text(run).splitlines()[2].split(",")
     names = csv_text(run).splitlines()[0].split(",")
     assert float(line[names.index("low")]) == pytest.approx(low, rel=1e-5)

@@ -149,10 +149,9 @@ def explain_intervals(run: Run) -> str:
         "other in time,",
     }
     return (
-        f" ±: half of the interval in which {100 * how['share']:.0f} % of the values lie when the "
-        f"{units[how['drawn']]} are drawn again, {how['draws']:,} times; its ends are in "
-        "results.csv. Other training images, seeds of the probe or trainings of the backbone are "
-        "not in it."
+        f" ±: half of a {100 * how['share']:.0f} % interval, for which the {units[how['drawn']]} "
+        f"are drawn again {how['draws']:,} times; its ends are in results.csv. Other training "
+        "images, seeds of the probe or trainings of the backbone are not in it."
     )
 
 
