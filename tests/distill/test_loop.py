@@ -182,14 +182,17 @@ def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch,
 
     def step(self, step, batch):
         if step.number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
+            assert signal.getsignal(signal.SIGTERM) is before
         return real(self, step, batch)
 
     monkeypatch.setattr(Cohort, "step", step)
     before = signal.getsignal(signal.SIGTERM)
     result = distill(settings(**changes), tmp_path / "run")
     assert (result.stopped, result.step) == ("signal", 4)
-    assert "asked to stop: the run ends cleanly within 3 steps; a second" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.count("asked to stop: the run ends cleanly within 3 steps; the same signal") == 1
     assert signal.getsignal(signal.SIGTERM) is before
     assert read_provenance(result.final)["complete"] is False
     monkeypatch.undo()

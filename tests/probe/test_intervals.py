@@ -111,14 +111,14 @@ class TestResampling:
 
     def test_other_images_are_refused(self):
         with pytest.raises(ValueError, match="sums of 2 images, expected 3"):
-            Resampling(3).scores(mean_sums([1.0, 2.0]))
+            Resampling(3).scores([mean_sums([1.0, 2.0])])
 
 
 class TestInterval:
     def test_of_a_share_as_the_binomial_has_it(self):
         right = np.arange(400) < 300
         resampling = Resampling(400)
-        found = resampling.interval(resampling.scores(mean_sums(right.tolist())))
+        found = resampling.interval(*resampling.scores([mean_sums(right.tolist())]))
         half = 1.96 * math.sqrt(0.75 * 0.25 / 400)
         assert found == pytest.approx((0.75 - half, 0.75 + half), abs=0.1 * half)
 
@@ -126,7 +126,8 @@ class TestInterval:
         """As wide as the t-interval of the groups' means."""
         means = np.array([1.0, 2.0, 4.0, 5.0, 7.0, 9.0])
         resampling = Resampling(18, groups=np.repeat(np.arange(6), 3).tolist())
-        low, high = resampling.interval(resampling.scores(mean_sums(np.repeat(means, 3).tolist())))
+        sums = mean_sums(np.repeat(means, 3).tolist())
+        low, high = resampling.interval(*resampling.scores([sums]))
         half = 2.571 * means.std(ddof=1) / math.sqrt(6)
         assert (high - low) / 2 == pytest.approx(half, rel=0.06)
         assert (high + low) / 2 == pytest.approx(means.mean(), abs=0.1 * half)
@@ -141,7 +142,7 @@ class TestInterval:
         widths = []
         for in_time in (False, True):
             resampling = Resampling(100, in_time=in_time)
-            low, high = resampling.interval(resampling.scores(mean_sums((5 + slow).tolist())))
+            low, high = resampling.interval(*resampling.scores([mean_sums((5 + slow).tolist())]))
             widths.append(high - low)
         assert widths[1] > 2 * widths[0]
 
@@ -149,10 +150,8 @@ class TestInterval:
         random = np.random.default_rng(0)
         errors = random.uniform(1, 3, 100)
         resampling = Resampling(100)
-        ours, theirs = (
-            resampling.scores(mean_sums(values.tolist()))
-            for values in (errors + random.uniform(0.03, 0.05, 100), errors)
-        )
+        worse = errors + random.uniform(0.03, 0.05, 100)
+        ours, theirs = resampling.scores([mean_sums(x.tolist()) for x in (worse, errors)])
         # By themselves they overlap.
         assert resampling.interval(ours)[0] < resampling.interval(theirs)[1]
         low, high = resampling.share_interval(ours, theirs, "rmse")
@@ -163,8 +162,8 @@ class TestInterval:
 
     def test_none_where_a_draw_has_no_score(self):
         resampling = Resampling(6)
-        assert resampling.interval(resampling.scores(mean_sums([1.0, *[None] * 5]))) is None
-        zero = resampling.scores(mean_sums([0.0] * 6))
+        rare, zero = resampling.scores([mean_sums([1.0, *[None] * 5]), mean_sums([0.0] * 6)])
+        assert resampling.interval(rare) is None
         assert resampling.interval(zero) == (0, 0)
         assert resampling.share_interval(zero, zero, "top1") is None
 
@@ -180,7 +179,7 @@ class TestInterval:
         ids=["images", "groups", "two frames", "four blocks", "nothing"],
     )
     def test_none_of_too_few(self, few):
-        assert few.interval(few.scores(mean_sums([1.0] * few.images))) is None
+        assert few.interval(*few.scores([mean_sums([1.0] * few.images)])) is None
 
 
 @pytest.fixture

@@ -196,8 +196,8 @@ class Run:
         tell = ""
         if self.world.is_first:
             tell = (
-                f"asked to stop: the run ends cleanly within {c.follow.every} steps; a second "
-                "signal ends it at once.\n"
+                f"asked to stop: the run ends cleanly within {c.follow.every} steps; the same "
+                "signal again ends it at once.\n"
             )
         with _stop_signals(tell) as signalled:
             for step in self.plan.from_step(self.done):
@@ -528,7 +528,7 @@ def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:
 
 @contextlib.contextmanager
 def _stop_signals(tell: str) -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, for a clean stop; a second one acts as it always did.
+    """Collects SIGINT and SIGTERM, for a clean stop; the same one again acts as it always did.
 
     Args:
         tell: what the first one says on standard error, since the stop may take a while.
@@ -542,6 +542,8 @@ def _stop_signals(tell: str) -> Iterator[list[int]]:
     def note(number: int, frame: object) -> None:
         received.append(number)
         signal.signal(number, before[number])
+        if len(received) > 1:
+            return
         # Not print: a signal may come in the middle of one, which must not be entered again.
         with contextlib.suppress(OSError):
             os.write(2, tell.encode())

@@ -65,7 +65,7 @@ def iou_sums(images: Sequence[Array]) -> Sums:
 
 
 class Resampling:
-    """Draws of the same test images, again and again: the same ones whoever asks.
+    """Draws of the test images, again and again: the same ones whoever asks.
 
     Args:
         images: how many there are.
@@ -113,13 +113,16 @@ class Resampling:
                 counts += np.roll(starts, shift, axis=1)
             yield counts[:, self._unit]
 
-    def scores(self, sums: Sums) -> Array:
-        """The score of each draw, float64 [DRAWS]; nan where there is too little to draw from."""
-        if len(sums.images) != self.images:
-            raise ValueError(f"sums of {len(sums.images)} images, expected {self.images}")
+    def scores(self, rows: Sequence[Sums]) -> list[Array]:
+        """The score of each draw, float64 [DRAWS], of every row of a table; nan where there is too
+        little to draw from."""
+        for sums in rows:
+            if len(sums.images) != self.images:
+                raise ValueError(f"sums of {len(sums.images)} images, expected {self.images}")
         if self.per_draw < FEWEST:
-            return np.full(DRAWS, np.nan)
-        return np.concatenate([sums.score(counts @ sums.images) for counts in self.counts()])
+            return [np.full(DRAWS, np.nan) for _ in rows]
+        parts = [[sums.score(counts @ sums.images) for sums in rows] for counts in self.counts()]
+        return [np.concatenate(scores) for scores in zip(*parts, strict=True)]
 
     def interval(self, scores: Array) -> Interval | None:
         """Of what `scores` gave; None where a draw has no score."""

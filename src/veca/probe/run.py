@@ -184,7 +184,7 @@ def _rows(
     resampling: Resampling,
 ) -> list[Row]:
     metric = PRIMARY[task]
-    drawn = [resampling.scores(o.sums) for o in outcomes]
+    drawn = resampling.scores([o.sums for o in outcomes])
     teacher, full = _teachers(outcomes), _full_budgets(outcomes)
 
     def beside(mine: int, reference: int | None) -> tuple[float | None, Interval | None]:
@@ -192,9 +192,8 @@ def _rows(
         if reference is None:
             return None, None
         ours, theirs = (outcomes[i].metrics[metric] for i in (mine, reference))
-        return retention(ours, theirs, metric), resampling.share_interval(
-            drawn[mine], drawn[reference], metric
-        )
+        ends = resampling.share_interval(drawn[mine], drawn[reference], metric)
+        return retention(ours, theirs, metric), ends
 
     rows = []
     for i, (o, price) in enumerate(zip(outcomes, prices, strict=True)):
