@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from distill.small import curve, run, settings
+from veca.distill import read_metrics
 from veca.distill.checkpoint import CheckpointStore
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -32,10 +34,10 @@ def whole(tmp_path_factory):
     return curve(run(tmp_path_factory.mktemp("whole"), **CHANGES))
 
 
-def start(out: Path, *options: str) -> subprocess.Popen:
-    table = json.dumps(settings(**CHANGES).to_dict())
+def start(out: Path, *options: str, changes: dict = CHANGES, **how) -> subprocess.Popen:
+    table = json.dumps(settings(**changes).to_dict())
     command = [sys.executable, str(WORKER), str(out), table, *options]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
 
 
 def test_killed_at_some_moment(tmp_path, whole) -> None:
@@ -57,3 +59,28 @@ def test_killed_in_the_middle_of_saving(tmp_path, whole) -> None:
     assert any(path.name.endswith(".tmp") for path in store.folder.iterdir())
     assert curve(run(tmp_path, resume=True, **CHANGES)) == whole
     assert not any(path.name.endswith(".tmp") for path in store.folder.iterdir())
+
+
+def test_ended_with_all_its_workers_it_stops_cleanly(tmp_path) -> None:
+    # torchrun, Slurm and systemd send SIGTERM to every process, those that read images among them.
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for number in range(8):
+        Image.new("RGB", (48, 48), (30 * number, 80, 160)).save(pictures / f"{number}.png")
+    changes = {
+        "schedule": {"steps": 100_000},
+        "follow": {"every": 1},
+        "data": {"source": str(pictures), "workers": 2, "augment": {"kind": "rrc"}},
+    }
+    out = tmp_path / "run"
+    process = start(out, changes=changes, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    metrics = out / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and read_metrics(out)):
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 0, said
+    assert "asked to stop" in said
+    done = len(read_metrics(out))
+    assert CheckpointStore(out).steps() == [done]
+    assert done < 100_000

@@ -172,4 +172,12 @@ def _unchanged(piece: Any) -> Any:
 
 
 def _begin(worker: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the workers
+    # Ctrl-C reaches every process of a terminal, SIGTERM every one that torchrun, Slurm or systemd
+    # ends. The main process stops cleanly, needs its workers until then, and ends them itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _let_pass)
+
+
+def _let_pass(number: int, frame: object) -> None:
+    """The first SIGTERM; the next ends this worker, as it ends the main process."""
+    signal.signal(number, signal.SIG_DFL)
