@@ -51,6 +51,21 @@ def test_weight_zero_is_never_drawn() -> None:
     assert {budget for step in range(200) for budget in sampler.draw(step)} == {16, 64}
 
 
+def test_some_are_trained_in_every_step_beside_what_is_drawn() -> None:
+    sampler = BudgetSampler(64, weights=(1, 1, 0, 1, 0, 0, 0, 5), per_step=2, always=(64,), seed=2)
+    steps = [sampler.draw(step) for step in range(600)]
+    assert {first for first, _ in steps} == {64}
+    drawn = Counter(second for _, second in steps)
+    assert set(drawn) == {8, 16, 32}  # 64 once a step, whatever its weight
+    assert max(drawn.values()) - min(drawn.values()) < 120
+    assert steps == [sampler.draw(step) for step in range(600)]
+
+
+def test_every_step_may_train_fixed_budgets_alone() -> None:
+    sampler = BudgetSampler(64, per_step=2, always=(64, 8))
+    assert {sampler.draw(step) for step in range(20)} == {(64, 8)}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -60,6 +75,10 @@ def test_weight_zero_is_never_drawn() -> None:
         ({"budgets": (8, 16), "weights": (1,)}, "2 numbers"),
         ({"budgets": (8, 16), "weights": (0, 0)}, "not all 0"),
         ({"budgets": (8, 16), "per_step": 3}, "from 1 to 2"),
+        ({"always": (8, 16)}, "from 2 to 8"),
+        ({"always": (12,), "per_step": 2}, "different ones of"),
+        ({"always": (8, 8), "per_step": 2}, "different ones of"),
+        ({"budgets": (8, 16), "weights": (0, 1), "always": (16,), "per_step": 2}, "from 1 to 1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: dict, words: str) -> None:

@@ -137,6 +137,8 @@ class NestedConfig:
     """Empty for the published 1, 1, 2, 2, 3, 3, 4, 4."""
     per_step: int = 1
     """Budgets trained in one step, on one pass of the teacher."""
+    always: tuple[int, ...] = ()
+    """Those of them that every step trains, such as [64]; the others are drawn."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ def describe(
     teaching = cohort.teaching
     sizes = ", ".join(f"{size} px x {plan.sizes.batches[size]}" for size in plan.sizes.sizes)
     budgets = ", ".join(map(str, plan.budgets.budgets))
+    budgets += f"; {plan.budgets.per_step} a step"
+    if plan.budgets.always:
+        budgets += f", {', '.join(map(str, plan.budgets.always))} in each"
     o = config.optimizer
     samples = sum(plan.sizes.batch(step) for step in range(min(plan.steps, 1000)))
     samples = round(samples * plan.steps / max(1, min(plan.steps, 1000)))
@@ -53,7 +56,7 @@ def describe(
         f"images: {data.images:,} to train on; validation: {data.split}",
         f"steps: {plan.steps:,} ({plan.warmup:,} of warm-up{cooling}), about {samples:,} samples, "
         f"{samples / data.images:.1f} passes; a step is {sizes}",
-        *([f"budgets: {budgets}, {config.nested.per_step} a step"] if cohort.elastic else []),
+        *([f"budgets: {budgets}"] if cohort.elastic else []),
         f"optimiser: {o.name}, learning rate {o.lr:g} to {o.lr_min:g}, weight decay "
         f"{o.weight_decay:g}",
         f"device: {world.device}, {world.size} process(es), {world.kind}, {precision}",

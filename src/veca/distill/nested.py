@@ -25,6 +25,7 @@ class BudgetSampler:
         weights: how often each, in any unit; empty for the published (1, 1, 2, 2, 3, 3, 4, 4)
             where there are eight budgets, else all alike.
         per_step: how many different budgets one step trains on the same images and targets.
+        always: those of them that every step trains; the others are drawn.
     """
 
     def __init__(
@@ -34,13 +35,14 @@ class BudgetSampler:
         weights: Sequence[float] = (),
         *,
         per_step: int = 1,
+        always: Sequence[int] = (),
         seed: int = 0,
     ) -> None:
         self.budgets = tuple(budgets) or default_budgets(num_cores)
         even = (1.0,) * len(self.budgets)
         published = PUBLISHED_WEIGHTS if len(self.budgets) == len(PUBLISHED_WEIGHTS) else even
         self.weights = tuple(float(w) for w in weights) or published
-        self.per_step, self.seed = per_step, seed
+        self.per_step, self.always, self.seed = per_step, tuple(always), seed
         self._check(num_cores)
 
     def _check(self, num_cores: int) -> None:
@@ -55,22 +57,32 @@ class BudgetSampler:
                 f"budget weights must be {len(self.budgets)} numbers of at least 0 and not all 0, "
                 f"one for each of {list(self.budgets)}; got {list(self.weights)}."
             )
-        possible = sum(weight > 0 for weight in self.weights)
-        if not 1 <= self.per_step <= possible:
+        fixed = set(self.always)
+        if len(fixed) < len(self.always) or not fixed <= set(self.budgets):
             raise DistillError(
-                f"budgets per step must be from 1 to {possible} (how many have a weight above 0), "
-                f"got {self.per_step}."
+                f"budgets that every step trains must be different ones of {list(self.budgets)}, "
+                f"got {list(self.always)}."
+            )
+        free = zip(self.budgets, self.weights, strict=True)
+        possible = len(fixed) + sum(w > 0 for budget, w in free if budget not in fixed)
+        least = max(1, len(fixed))
+        if not least <= self.per_step <= possible:
+            raise DistillError(
+                f"budgets per step must be from {least} to {possible} (how many every step trains, "
+                f"and how many others have a weight above 0), got {self.per_step}."
             )
 
     def draw(self, step: int) -> tuple[int, ...]:
-        """The budgets of one step, each at most once, in the order drawn."""
-        items, weights = list(self.budgets), list(self.weights)
-        drawn = []
-        for number in range(self.per_step):
-            budget = weighted_choice(budget_number(self.seed, step, number), items, weights)
+        """The budgets of one step, each at most once: those of every step, then as drawn."""
+        left = dict(zip(self.budgets, self.weights, strict=True))
+        for budget in self.always:
+            del left[budget]
+        drawn = list(self.always)
+        for number in range(len(drawn), self.per_step):
+            value = budget_number(self.seed, step, number)
+            budget = weighted_choice(value, list(left), list(left.values()))
             drawn.append(budget)
-            place = items.index(budget)
-            del items[place], weights[place]
+            del left[budget]
         return tuple(drawn)
 
 

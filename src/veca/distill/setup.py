@@ -402,6 +402,7 @@ def build_plan(config: DistillConfig, architecture: VecaConfig, images: int, wor
         config.nested.budgets,
         config.nested.weights,
         per_step=config.nested.per_step,
+        always=config.nested.always,
         seed=config.seed,
     )
     return Plan(
