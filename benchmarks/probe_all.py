@@ -1,12 +1,12 @@
 """Every probe of the README in one go: several weights beside their teacher, at every budget.
 
     python benchmarks/probe_all.py \
-        --pets data/oxford-pets --camvid data/camvid --scau data/scau-rgbd \
+        --pets data/oxford-pets --camvid data/camvid --scau data/scau-rgbd --nyu data/nyu \
         --weights small=runs/small/weights --weights tiny=runs/tiny/weights \
         --teacher efficientnet-lite2
 
-Runs `veca probe` for Pets (10-NN, linear, trimaps), CamVid and SCAU depth, whichever folders are
-given, and leaves one folder of results for each, a table of all scores (summary.md, summary.csv)
+Runs `veca probe` for Pets (10-NN, linear, trimaps), CamVid and depth of SCAU and NYUv2, whichever
+folders are given, and leaves one folder of results for each, a table of all scores (summary.md, summary.csv)
 and report.html. Each run's record holds the command that repeats it alone. Features are kept in
 the cache of `veca probe`, so that what is there already is not computed again.
 """
@@ -50,6 +50,7 @@ PROBES = (
     Probe("pets-trimaps", "segmentation", "pets-trimaps", "pets"),
     Probe("camvid", "segmentation", "camvid", "camvid"),
     Probe("scau-depth", "depth", "scau-rgbd", "scau"),
+    Probe("nyuv2-depth", "depth", "nyuv2", "nyu"),
 )
 
 
@@ -61,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if getattr(options, probe.data) and (not options.only or probe.name in options.only)
     ]
     if not wanted:
-        print("nothing to probe; give --pets, --camvid or --scau.", file=sys.stderr)
+        print("nothing to probe; give --pets, --camvid, --scau or --nyu.", file=sys.stderr)
         return 2
     failed, runs = [], {}
     for probe in wanted:
@@ -84,7 +85,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _options(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    for name, what in (("pets", "Oxford-IIIT Pet"), ("camvid", "CamVid"), ("scau", "SCAU RGB-D")):
+    folders = {"pets": "Oxford-IIIT Pet", "camvid": "CamVid", "scau": "SCAU RGB-D", "nyu": "NYUv2"}
+    for name, what in folders.items():
         parser.add_argument(f"--{name}", type=Path, help=f"folder of {what}")
     parser.add_argument("--weights", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--teacher", default="efficientnet-lite2", help="'' for none")
