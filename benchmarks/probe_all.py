@@ -6,9 +6,9 @@
         --teacher efficientnet-lite2
 
 Runs `veca probe` for Pets (10-NN, linear, trimaps), CamVid and depth of SCAU and NYUv2, whichever
-folders are given, and leaves one folder of results for each, a table of all scores (summary.md, summary.csv)
-and report.html. Each run's record holds the command that repeats it alone. Features are kept in
-the cache of `veca probe`, so that what is there already is not computed again.
+folders are given, and leaves one folder of results for each, a table of all scores (summary.md,
+summary.csv) and report.html. Each run's record holds the command that repeats it alone. Features
+are kept in the cache of `veca probe`, so that what is there already is not computed again.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ def _options(words: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path, help=f"folder of {what}")
     parser.add_argument("--weights", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--teacher", default="efficientnet-lite2", help="'' for none")
+    parser.add_argument("--baseline", action="append", default=[])
     parser.add_argument("--cores", default=BUDGETS)
     parser.add_argument("--protocol", default="quick")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
@@ -115,8 +116,9 @@ def command(probe: Probe, options: argparse.Namespace) -> list[str]:
         words += ["--teacher", options.teacher]
     if options.weights:
         words += ["--cores", options.cores]
-    for setting in options.set:
-        words += ["--set", setting]
+    for name, values in (("baseline", options.baseline), ("set", options.set)):
+        for value in values:
+            words += [f"--{name}", value]
     batch = options.batch_size
     on_gpu = options.device.startswith("cuda")
     if batch is None and (on_gpu or (options.device == "auto" and torch.cuda.is_available())):

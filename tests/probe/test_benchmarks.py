@@ -77,6 +77,22 @@ def scau(root: Path) -> Path:
     return root
 
 
+def nyu(root: Path) -> Path:
+    random = np.random.default_rng(3)
+    for split, count in (("train", 6), ("test", 4)):
+        lines = []
+        for i in range(count):
+            scene = f"{split}_room_{i // 2}"
+            names = f"{scene}/rgb_{i}.jpg", f"{scene}/sync_depth_{i}.png"
+            pixels = random.integers(0, 256, (48, 64, 3), dtype=np.uint8)
+            sets.photo(root / names[0], pixels)
+            depth = random.integers(700, 9_900, (48, 64)).astype(np.uint16)
+            sets.photo(root / names[1], depth)
+            lines.append(" ".join([*names, "518.8579"]))
+        (root / f"nyu_{split}.txt").write_text("\n".join(lines) + "\n")
+    return root
+
+
 def test_every_probe_in_one_go(tmp_path, monkeypatch, capsys):
     module = script("probe_all", monkeypatch)
     veca.save(sets.model(), tmp_path / "one")
@@ -85,7 +101,8 @@ def test_every_probe_in_one_go(tmp_path, monkeypatch, capsys):
     save_dense_vit(veca.DenseVit(sets.CONFIG).eval(), tmp_path / "control")
     words = [
         "--pets", pets(tmp_path / "pets"), "--camvid", camvid(tmp_path / "camvid"),
-        "--scau", scau(tmp_path / "scau"), "--teacher", tmp_path / "two",
+        "--scau", scau(tmp_path / "scau"), "--nyu", nyu(tmp_path / "nyu"),
+        "--teacher", tmp_path / "two", "--baseline", "blind",
         "--weights", f"a={tmp_path / 'one'}", "--weights", f"b={tmp_path / 'two'}",
         "--weights", f"dense={tmp_path / 'control'}", "--cores", "4,8", "--device", "cpu",
         "--threads", 1, "--cache", tmp_path / "cache", "--out", tmp_path / "out",
@@ -94,20 +111,20 @@ def test_every_probe_in_one_go(tmp_path, monkeypatch, capsys):
     words = [str(word) for word in words]
     assert module.main(words) == 0
     out = tmp_path / "out"
-    names = ["pets-knn", "pets-linear", "pets-trimaps", "camvid", "scau-depth"]
+    names = ["pets-knn", "pets-linear", "pets-trimaps", "camvid", "scau-depth", "nyuv2-depth"]
     for name in names:
         run = read_run(out / name)
         labels = [row.label for row in run.rows]
-        assert labels == ["veca:two", "a C=4", "a C=8", "b C=4", "b C=8", "dense"]
+        assert labels == ["veca:two", "blind", "a C=4", "a C=8", "b C=4", "b C=8", "dense"]
         # "b" at its full budget has the teacher's own weights.
-        assert run.score(run.rows[4]) == pytest.approx(run.score(run.rows[0]), abs=0.03)
+        assert run.score(run.rows[5]) == pytest.approx(run.score(run.rows[0]), abs=0.03)
         assert run.command.startswith(f"veca probe {run.task} ")
         for file in (out / name).glob("results.*"):
             assert str(tmp_path) not in file.read_text()
-    assert (out / "report.html").read_text().count("<h2>") == 6
+    assert (out / "report.html").read_text().count("<h2>") == 7
     rows = list(csv.DictReader((out / "summary.csv").open()))
-    assert len(rows) == 6 and rows[1]["backbone"] == "a" and rows[1]["cores"] == "4"
-    knn = read_run(out / "pets-knn").rows[1].metrics["top1"]
+    assert len(rows) == 7 and rows[1]["backbone"] == "a" and rows[1]["cores"] == "4"
+    knn = read_run(out / "pets-knn").rows[2].metrics["top1"]
     assert float(rows[1]["pets-knn top1"]) == pytest.approx(knn, rel=1e-4)
     assert "scau-depth, RMSE m" in capsys.readouterr().out
     # Once more, for one of them: from the cache, and over the old results.

@@ -37,7 +37,10 @@ def probe(
         str | None, typer.Option(help="The teacher that retention is measured against.")
     ] = None,
     baseline: Annotated[
-        list[str] | None, typer.Option(help="Other backbones, named like teachers; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Other backbones, named like teachers, or blind, which sees no image; repeatable."
+        ),
     ] = None,
     cores: Annotated[
         str | None,
@@ -243,8 +246,9 @@ def _backbones(
     dtype: torch.dtype,
     allow_remote_code: bool,
 ) -> list[Backbone]:
-    from veca.probe import DenseBackbone, TeacherBackbone, VecaBackbone
+    from veca.probe import BlindBackbone, DenseBackbone, TeacherBackbone, VecaBackbone
     from veca.probe.backbone import BASELINE, TEACHER
+    from veca.probe.blind import NAME as BLIND
     from veca.teachers import load_teacher, read_dense_vit
     from veca.teachers.ours import is_dense_vit
     from veca.weights import load
@@ -256,7 +260,9 @@ def _backbones(
         raise InputError("--cores are budgets of VECA weights; give --weights.")
     found: list[Backbone] = []
     for spec, role in [(teacher, TEACHER), *((one, BASELINE) for one in baselines)]:
-        if spec is not None:
+        if spec == BLIND and role == BASELINE:
+            found.append(BlindBackbone(device=device))
+        elif spec is not None:
             network = load_teacher(
                 spec, device=device, dtype=dtype, allow_remote_code=allow_remote_code
             )

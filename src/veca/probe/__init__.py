@@ -18,6 +18,7 @@ from veca.probe.backbone import (
     VecaBackbone,
     as_backbone,
 )
+from veca.probe.blind import BlindBackbone
 from veca.probe.errors import ProbeError
 from veca.probe.protocol import TASKS, Protocol, available_protocols, load_protocol
 from veca.probe.record import Row, Run, find_runs, read_run
@@ -28,6 +29,7 @@ from veca.probe.table import write_tables
 __all__ = [
     "TASKS",
     "Backbone",
+    "BlindBackbone",
     "DenseBackbone",
     "Features",
     "ProbeError",
