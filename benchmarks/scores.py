@@ -3,7 +3,8 @@
 Results of the shipped weights are in results/probes; those of the controlled experiment, in which
 VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
 are of (unless they are shipped); those of the depth probe with other seeds in results/seeds; in
-results/intervals the shipped weights and the teacher once more, on one machine, with intervals.
+results/intervals the shipped weights and the teacher once more, on one machine, with intervals, and
+there alone depth in the rooms of NYUv2; in results/blind what is scored without a look at images.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ PROBES = {
     "scau-depth": ("SCAU, RMSE m", "rmse"),
 }
 """Folder of the results -> what its column is called, and its score."""
+ROOMS = "nyuv2-depth"
+"""A probe of the shipped weights that the dense control never had."""
 EVERY_BUDGET = ("8", "16", "24", "32", "40", "48", "56", "64")
 BUDGETS = ("8", "16", "32", "64")
 CLASSIFICATION = ("pets-knn", "pets-linear")
 SMALL, TINY, CONTROL = "veca_small_patch16", "veca_tiny_patch16", "dense_vit_small"
-TEACHER, SMALL_CONTROL = "efficientnet-lite2", "veca_small_control"
+TEACHER, SMALL_CONTROL, BLIND = "efficientnet-lite2", "veca_small_control", "blind"
 NAMES = {
+    BLIND: "blind",
     TEACHER: "teacher",
     CONTROL: "dense control",
     SMALL: "small",
@@ -82,9 +86,19 @@ Scores = dict[tuple[str, str, str], float]
 """(backbone, cores, probe) -> its score."""
 
 
-def probes(rows: Rows, budgets: Sequence[str] = EVERY_BUDGET) -> str:
-    scores = _scores([*dense_control(), *rows])
-    lines = [(TEACHER, ""), (CONTROL, ""), *((x, c) for x in (SMALL, TINY) for c in budgets)]
+def probes(rows: Rows) -> str:
+    return _every_probe(rows, (BLIND, TEACHER, CONTROL), EVERY_BUDGET)
+
+
+def probes_short(rows: Rows) -> str:
+    return _every_probe(rows, (TEACHER, CONTROL), ("8", "64"))
+
+
+def _every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> str:
+    """The shipped weights at these budgets, after others without budgets."""
+    scores = _scores([*read("blind"), *dense_control(), *rows])
+    lines = [(name, "") for name in beside]
+    lines += [(name, cores) for name in (SMALL, TINY) for cores in budgets]
     return table(
         ["", "cores", *(title for title, _ in PROBES.values())],
         [
@@ -96,10 +110,6 @@ def probes(rows: Rows, budgets: Sequence[str] = EVERY_BUDGET) -> str:
             for name, cores in lines
         ],
     )
-
-
-def probes_short(rows: Rows) -> str:
-    return probes(rows, ("8", "64"))
 
 
 def dense_control() -> Rows:
@@ -197,6 +207,38 @@ def interval_ends(of: str = "") -> dict[tuple[str, str, str], tuple[float, float
         for r in read("intervals")
         if r[low]
     }
+
+
+def rooms(rows: Rows) -> str:
+    """Depth in the rooms of NYUv2, and what is kept of 64 cores' and of the teacher's."""
+    found = {(r["backbone"], r["cores"]): r for r in rows if r["probe"] == ROOMS}
+    lines = []
+    for name, cores in [
+        (BLIND, ""),
+        (TEACHER, ""),
+        *((name, cores) for name in (SMALL, TINY) for cores in BUDGETS),
+    ]:
+        row = found[name, cores]
+        chance = (float(row["high"]) - float(row["low"])) / 2
+        lines.append(
+            [
+                NAMES[name],
+                cores,
+                f"{float(row['rmse']):.3f} ±{chance:.3f}",
+                f"{float(row['abs_rel']):.3f}",
+                f"{100 * float(row['delta1']):.1f}",
+                _kept(row, "full") if cores not in ("", BUDGETS[-1]) else "",
+                _kept(row, "teacher") if name != TEACHER else "",
+            ]
+        )
+    header = ["", "cores", "RMSE m", "abs rel", "delta1 %", "of 64 cores", "of the teacher"]
+    return table(header, lines)
+
+
+def _kept(row: dict[str, str], of: str) -> str:
+    """A share with the ends of its interval, by the record's own numbers."""
+    low, high = (100 * float(row[f"{of}_{end}"]) for end in ("low", "high"))
+    return f"{100 * float(row[f'retention_{of}']):.1f} % ({low:.1f}–{high:.1f})"
 
 
 def seeds(rows: Rows) -> str:

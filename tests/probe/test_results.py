@@ -13,7 +13,7 @@ from veca.probe.protocol import from_dict
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = sorted(
     path
-    for kind in ("probes", "control", "seeds", "intervals")
+    for kind in ("probes", "control", "seeds", "intervals", "blind")
     for path in (FOLDER / kind).glob("**/results.json")
 )
 
