@@ -9,6 +9,7 @@ import re
 import sys
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from veca.errors import MissingExtraError
@@ -143,6 +144,12 @@ class TestPlot:
         pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
         made = run(rows=[row(interactions=None, ms=None)])
         assert plot(tmp_path / "c.png", [made]).exists()
+
+    def test_no_empty_panels(self, tmp_path):
+        pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+        made = [run(), run(rows=[row(cores=c, ms=None) for c in (8, 64)])]
+        both, one = (Image.open(plot(tmp_path / "d.png", [x])).width for x in made)
+        assert both == 2 * one
 
     def test_curves(self):
         rows = [row(cores=c, size=s) for s in (224, 448) for c in (64, 8)]

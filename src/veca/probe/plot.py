@@ -15,6 +15,9 @@ from veca.probe.table import metric_title, ordered, show_metric
 # Okabe and Ito's colours, told apart with any kind of colour vision.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 
+_COSTS = (("interactions", "interactions in one layer"), ("ms", "ms for one image, measured"))
+"""What the score is drawn against, where it is known."""
+
 
 def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows of each network and size, by budget, under a name for the legend."""
@@ -51,16 +54,17 @@ def draw(runs: Sequence[Run], title: str | None = None) -> bytes:
     rows = [row for one in runs for row in one.rows]
     metric = run.metric
     scale = 1.0 if metric == "rmse" else 100.0
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    panels = (("interactions", "interactions in one layer"), ("ms", "ms for one image, measured"))
+    panels = [(cost, text) for cost, text in _COSTS if any(getattr(row, cost) for row in rows)]
+    panels = panels or [("", "")]  # levels alone, which nothing is drawn against
+    figure = Figure(figsize=(5 * len(panels), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (cost, text) in zip(axes, panels, strict=True):
         drawn = []
         for number, (label, group) in enumerate(curves(rows).items()):
             style: dict[str, Any] = {"color": _COLOURS[number % len(_COLOURS)]}
             if group[0].role == "teacher":
                 style = {"color": "black"}
-            known = [row for row in group if getattr(row, cost)]
+            known = [row for row in group if getattr(row, cost, None)]
             points = [(getattr(row, cost), scale * row.metrics[metric]) for row in known]
             if group[0].cores is None:
                 # A network without budgets is a level to compare with, wherever it lies.
@@ -79,6 +83,8 @@ def draw(runs: Sequence[Run], title: str | None = None) -> bytes:
             axis.minorticks_off()
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        else:
+            axis.set_xticks([])
         axis.set_xlabel(text)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel(
