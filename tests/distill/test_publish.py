@@ -11,6 +11,7 @@ import veca
 from distill.small import run, settings
 from veca.cli.main import main
 from veca.distill import DistillError, distill, load_targets, publish
+from veca.quickstart import bundled_photos
 from veca.weights import read_provenance
 
 
@@ -49,8 +50,37 @@ def test_results_go_into_the_card(stages, tmp_path, capsys) -> None:
     )
     assert main([*words, "--results", str(tmp_path / "none.md")]) != 0
     assert "cannot read" in capsys.readouterr().err
+    # Where the weights lie, the card keeps what it says of them; over others it does not.
+    ready = str(tmp_path / "ready")
+    assert main([*words, "--results", str(tmp_path / "reached.md")]) == 0
+    assert main(["publish", ready, "--out", ready, "--name", "another"]) == 0
+    card = (tmp_path / "ready" / "README.md").read_text()
+    assert "# another" in card and "## Results\n\n10-NN **50 %**\n\n## Architecture" in card
     assert main(words) == 0
     assert "## Results" not in (tmp_path / "ready" / "README.md").read_text()
+
+
+def test_by_name_nothing_is_left_behind(stages, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    publish(stages / "one" / "final", tmp_path / "cache" / "mine")
+    publish("mine", tmp_path / "ready")
+    assert load_targets(tmp_path / "ready").keys() == {"filters"}
+    names = [sorted(p.name for p in folder.iterdir())
+             for folder in (tmp_path / "ready", tmp_path / "cache" / "mine")]  # fmt: skip
+    assert names[0] == names[1]
+
+
+def test_the_cards_code_for_transformers_runs(stages, tmp_path) -> None:
+    pytest.importorskip("transformers", reason="the classes need the extra hf")
+    folder = publish(stages / "two" / "final", tmp_path / "ready")
+    card = (folder / "README.md").read_text()
+    code = card.split("```python\n")[2].split("```")[0]
+    photo = next(iter(bundled_photos()))
+    code = code.replace("path/to/ready", str(folder)).replace("photo.jpg", str(photo))
+    there: dict = {}
+    exec(code, there)
+    assert there["out"].patches.shape[1] == 32 * 32
+    assert there["out"].patches.dtype == torch.float32
 
 
 def test_provenance_of_every_stage_without_paths(stages, tmp_path) -> None:

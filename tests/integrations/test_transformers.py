@@ -152,6 +152,8 @@ def test_round_trip_and_back_to_the_plain_model(plain, saved, tmp_path):
     again = transformers.AutoModel.from_pretrained(out)
     assert same(again.veca, plain)
     assert again.provenance["steps"] == 12
+    settings = json.loads((out / "preprocessor_config.json").read_text())
+    assert settings == hf.VecaImageProcessor.from_config(model.config).to_dict()
     fields = json.loads((out / "config.json").read_text())
     assert fields["model_type"] == "veca"
     assert fields["architectures"] == ["VecaModel"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from veca import PRESETS, VecaConfig
-from veca.weights.card import model_card
+from veca.weights.card import model_card, results_in
 
 PROVENANCE = {
     "method": "distillation",
@@ -32,7 +32,8 @@ def test_a_card_from_provenance():
     assert header.count('"veca"') == 1
     assert card.split("---")[2].strip().startswith("# small")
     assert "`veca_small_patch16`" in card
-    assert 'AutoModel.from_pretrained("me/small")' in card
+    assert 'AutoModel.from_pretrained("me/small", dtype="float32")' in card
+    assert "Trained with 8 cores and more" in card
     assert "| teacher | dinov3-vits16 (licence: dinov3-license), other (licence: mit) |" in card
     assert "| data | photos, 1200 images |" in card
     assert "| budgets | 8, 16 |" in card
@@ -49,6 +50,23 @@ def test_a_card_without_provenance():
         assert "Not recorded with these weights." in card
     assert "a VECA network of its own size" in card
     assert "cores=16" in card
+    assert "Trained with" not in card
+
+
+def test_numbers_of_the_last_stage_say_so():
+    config = PRESETS["veca_tiny_patch16"]
+    earlier = {"steps": 900, "samples": 4000}
+    about = {"steps": 30, "samples": 60, "samples_in_all": 4060, "init": {"provenance": earlier}}
+    card = model_card(config, about)
+    assert "| steps of the last stage | 30 |" in card
+    assert "| samples of the last stage | 60 |" in card
+    assert "| samples in all | 4060 |" in card
+
+
+def test_results_are_found_again():
+    for results in ("", "10-NN **50 %**\n\n| a |\n| - |"):
+        card = model_card(PRESETS["veca_tiny_patch16"], results=results)
+        assert results_in(card) == results
 
 
 def test_what_was_changed_is_said():

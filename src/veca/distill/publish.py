@@ -14,11 +14,10 @@ from veca import files
 from veca.distill.errors import DistillError
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.student import HEADS
-from veca.weights import load, read_provenance, save
-from veca.weights.card import model_card
-from veca.weights.names import public_name
-
-CARD = "README.md"
+from veca.weights import load, processor, read_provenance, save, store
+from veca.weights.card import FILE as CARD
+from veca.weights.card import model_card, results_in
+from veca.weights.names import locate, public_name
 
 
 def publish(
@@ -32,7 +31,8 @@ def publish(
     results: str = "",
     dtype: torch.dtype = torch.float16,
 ) -> Path:
-    """Write weights as a folder to ship: float16, with provenance, a model card and target scales.
+    """Write weights as a folder to ship: float16, with provenance, a model card, target scales and
+    the settings of an image processor for transformers.
 
     Args:
         weights: what `veca.load` takes, such as `runs/first/final`.
@@ -40,13 +40,17 @@ def publish(
         name: what readers of the card will call them; by default the folder's name.
         licence: of the weights.
         data, data_licence: what they were trained on, where the provenance does not say it well.
-        results: what they were measured to reach, as Markdown, for the card.
+        results: what they were measured to reach, as Markdown, for the card. Without it, weights
+            that are published where they lie keep what their card says.
     """
     folder = Path(to).expanduser()
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise DistillError(f"{folder} is not empty and holds no weights; choose another folder.")
-    model = load(weights)
-    provenance = _cleaned(read_provenance(weights))
+    source = locate(weights, (*store.FILES, TARGETS, HEADS))
+    model = load(source)
+    provenance = _cleaned(read_provenance(source))
+    if not results and source.resolve() == folder.resolve() and (source / CARD).is_file():
+        results = results_in((source / CARD).read_text(encoding="utf-8"))
     if licence:
         provenance["licence"] = licence
     stages: list[dict[str, Any]] = [provenance]
@@ -58,9 +62,9 @@ def publish(
         stage["data"] = about
     provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
     save(model, folder, provenance=provenance, dtype=dtype)
-    source = Path(weights).expanduser()
+    files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
     for extra in (TARGETS, HEADS):
-        if (source / extra).is_file():
+        if (source / extra).is_file() and source.resolve() != folder.resolve():
             with files.temporary_beside(folder / extra) as temporary:
                 shutil.copyfile(source / extra, temporary)
                 files.commit(temporary, folder / extra)

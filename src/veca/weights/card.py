@@ -9,9 +9,12 @@ from typing import Any
 from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
 
+FILE = "README.md"
+RESULTS = "## Results"
 _PAPER = "https://arxiv.org/abs/2605.12491"
 # Told in the text, or of no use to a reader of the card.
 _ELSEWHERE = {"teacher", "teachers", "data", "licence", "license", "budgets", "init"}
+_OF_A_STAGE = {"steps", "samples", "steps_planned", "sizes", "lr", "seed"}
 _INTERNAL = {"file_sha256", "format_version", "standardised", "budget_weights", "derived_from"}
 
 
@@ -36,9 +39,9 @@ def model_card(
     provenance = dict(provenance or {})
     parts = [
         _header(provenance, tags),
-        _title(config, name),
+        _title(config, name, provenance.get("budgets")),
         _use(config, name),
-        *([f"## Results\n\n{results.strip()}\n"] if results.strip() else []),
+        *([f"{RESULTS}\n\n{results.strip()}\n"] if results.strip() else []),
         _architecture(config),
         _origin(provenance),
         f"## Method\n\n[Elastic Attention Cores for Scalable Vision Transformers]({_PAPER}): "
@@ -46,6 +49,12 @@ def model_card(
         "them a model of its own.\n",
     ]
     return "\n".join(parts)
+
+
+def results_in(card: str) -> str:
+    """What a card says under that heading; empty if nothing."""
+    _, found, after = card.partition(f"\n{RESULTS}\n")
+    return after.partition("\n## ")[0].strip() if found else ""
 
 
 def _header(provenance: Mapping[str, Any], tags: Sequence[str]) -> str:
@@ -58,14 +67,20 @@ def _header(provenance: Mapping[str, Any], tags: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _title(config: VecaConfig, name: str) -> str:
+def _title(config: VecaConfig, name: str, budgets: Sequence[int] | None) -> str:
     size = next((preset for preset, known in PRESETS.items() if _same_network(known, config)), None)
     kind = f"`{size}`" if size else "a VECA network of its own size"
+    trained = ""
+    if budgets and min(budgets) > 1:
+        trained = (
+            f" Trained with {min(budgets)} cores and more; fewer run, too, but nothing has taught "
+            "them."
+        )
     return (
         f"# {name.rstrip('/').rpartition('/')[2]}\n\n"
         f"Dense vision features at a cost you can dial: {kind}, whose patches talk only through at "
         f"most {config.num_cores} cores. One set of weights runs at any budget `cores` from 1 to "
-        f"{config.num_cores}, at any image size on the {config.patch_size}-pixel grid.\n"
+        f"{config.num_cores}, at any image size on the {config.patch_size}-pixel grid.{trained}\n"
     )
 
 
@@ -96,7 +111,7 @@ import veca.integrations.transformers  # registers the classes
 from transformers import AutoImageProcessor, AutoModel
 
 processor = AutoImageProcessor.from_pretrained("{place}")
-model = AutoModel.from_pretrained("{place}")
+model = AutoModel.from_pretrained("{place}", dtype="float32")
 out = model(**processor("photo.jpg", return_tensors="pt"), cores={budget})
 out.pooler_output, out.patches
 ```
@@ -143,10 +158,12 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     for key, label in (("licence", "licence"), ("license", "licence"), ("budgets", "budgets")):
         if provenance.get(key):
             rows[label] = provenance[key]
+    stages = isinstance(provenance.get("init"), Mapping) and provenance["init"].get("provenance")
     for key, value in provenance.items():
         plain = value is None or isinstance(value, (str, int, float, bool, list))
         if plain and key not in _ELSEWHERE | _INTERNAL:
-            rows[key.replace("_", " ")] = value
+            last = " of the last stage" if stages and key in _OF_A_STAGE else ""
+            rows[key.replace("_", " ") + last] = value
     return "## Origin\n\n" + _table(rows)
 
 

@@ -14,10 +14,10 @@ from transformers.utils import cached_file
 from veca import files
 from veca.errors import OutputError, VecaError
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.weights import store
+from veca.weights import processor, store
 from veca.weights import tensors as ts
+from veca.weights.card import FILE as CARD
 
-CARD, PROCESSOR = "README.md", "preprocessor_config.json"
 HUB_OPTIONS = ("repo_id", "commit_message", "commit_description", "private", "token", "create_pr")
 """Options of `save_pretrained` that concern the hub."""
 
@@ -74,11 +74,9 @@ def write_plain(
 
 def complete(folder: Path, config: VecaConfig, card: str) -> None:
     """A card and a processor's settings, where there are none."""
-    from veca.integrations.transformers.processing import VecaImageProcessor
-
-    if not (folder / PROCESSOR).exists():
-        processor = VecaImageProcessor.from_config(config)
-        files.atomic_write_text(folder / PROCESSOR, processor.to_json_string())
+    if not (folder / processor.FILE).exists():
+        settings = processor.processor_settings(config.to_veca())
+        files.atomic_write_json(folder / processor.FILE, settings)
     if not (folder / CARD).exists():
         files.atomic_write_text(folder / CARD, card)
 

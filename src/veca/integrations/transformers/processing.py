@@ -19,9 +19,7 @@ from transformers.processing_utils import ImagesKwargs
 from veca.errors import ImageError
 from veca.images import FITS, IMAGENET_MEAN, IMAGENET_STD, preprocess
 from veca.integrations.transformers.configuration import VecaConfig
-
-SIDE = 512
-"""Height and width by default, in pixels."""
+from veca.weights.processor import FILE, SIDE
 
 
 class VecaImagesKwargs(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
@@ -86,7 +84,7 @@ class VecaImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         """As usual; from a folder of `veca.save`, which has no settings, from its configuration."""
         folder = Path(str(pretrained_model_name_or_path)) / str(kwargs.get("subfolder") or "")
         if (folder / "config.json").is_file() and not any(
-            (folder / n).is_file() for n in ("preprocessor_config.json", "processor_config.json")
+            (folder / n).is_file() for n in (FILE, "processor_config.json")
         ):
             config = VecaConfig.from_pretrained(folder)
             hub = ("cache_dir", "force_download", "local_files_only", "revision", "token")

@@ -1,0 +1,27 @@
+"""What transformers' AutoImageProcessor reads beside weights: plain data, written without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from veca.config import VecaConfig
+
+FILE = "preprocessor_config.json"
+TYPE = "VecaImageProcessor"
+SIDE = 512
+"""Height and width by default, in pixels: any images make a batch."""
+
+
+def processor_settings(config: VecaConfig) -> dict[str, Any]:
+    """The settings of `veca.integrations.transformers.VecaImageProcessor` for a model."""
+    return {
+        "image_processor_type": TYPE,
+        "do_resize": True,
+        "size": {"height": SIDE, "width": SIDE},
+        "fit": "resize",
+        "do_rescale": True,
+        "do_normalize": True,
+        "image_mean": list(config.image_mean),
+        "image_std": list(config.image_std),
+        "patch_size": config.patch_size,
+    }
