@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from conftest import SMALLEST, stirred
-from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, create_model
+from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, cost, create_model, preprocess
 from veca.errors import InputError, VecaError
 from veca.model import spread_points
 
@@ -335,9 +337,26 @@ def test_bad_budgets_are_named(tiny, cores):
         tiny(torch.randn(1, 3, 32, 32), cores=cores)
 
 
+def test_numpys_whole_numbers_are_numbers(tiny):
+    images = torch.randn(1, 3, 32, 32)
+    assert torch.equal(tiny(images, cores=np.int64(3)).patches, tiny(images, cores=3).patches)
+    for layers in (np.array([1, 3]), (np.int32(1), 3)):
+        found = tiny.forward_intermediates(images, layers=layers)
+        assert len(found) == 2
+    with pytest.raises(InputError, match="from 1 to 8"):
+        tiny(images, cores=np.float32(3))
+    assert cost("tiny", size=np.int64(64)) == cost("tiny", size=64)
+
+
+def test_what_preprocess_gives_is_named(tiny):
+    photo = preprocess(Image.new("RGB", (32, 32)))
+    with pytest.raises(InputError, match=r"got Preprocessed; pass its \.pixels"):
+        tiny(photo)
+
+
 def test_other_bad_requests_are_named(tiny):
     images = torch.randn(1, 3, 32, 32)
-    for layers in ([0], [4], [], [1.5], [True]):
+    for layers in ([0], [4], [], [1.5], [True], 2):
         with pytest.raises(InputError, match="from 1 to 3"):
             tiny.forward_intermediates(images, layers=layers)
     with pytest.raises(InputError, match="did you mean 'softmax'"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from veca.config import VecaConfig, preset
 from veca.dense import EXTRA_TOKENS
-from veca.errors import InputError
+from veca.errors import InputError, whole
 from veca.model import check_budget
 
 
@@ -170,9 +170,9 @@ def _training_bytes(c: VecaConfig, tokens: int, number: int) -> int:
 
 
 def _check_size(size: int | tuple[int, int], patch: int) -> tuple[int, int]:
-    sides = tuple(size) if isinstance(size, Sequence) else (size, size)
-    whole = all(isinstance(side, int) and not isinstance(side, bool) for side in sides)
-    if len(sides) != 2 or not whole or any(side < patch or side % patch for side in sides):
+    given = tuple(size) if isinstance(size, Sequence) else (size, size)
+    sides = [side for side in map(whole, given) if side is not None]
+    if len(given) != 2 or len(sides) != 2 or any(side < patch or side % patch for side in sides):
         raise InputError(
             f"size must be one side or (height, width) in pixels, multiples of the patch size "
             f"{patch}; got {size!r}."

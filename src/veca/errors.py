@@ -7,6 +7,7 @@ catches `ValueError` keeps working; `VecaError` catches everything this package 
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Iterable
 
 
@@ -36,6 +37,17 @@ class OutputError(VecaError, OSError):
 
 class MissingExtraError(VecaError, ImportError):
     """An optional dependency that this feature needs is not installed."""
+
+
+def whole(value: object) -> int | None:
+    """The whole number that `value` is, NumPy's among them; None if it is anything else.
+
+    Neither a bool nor a float counts, whatever its value.
+    """
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

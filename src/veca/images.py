@@ -10,7 +10,6 @@ import contextlib
 import glob
 import io
 import math
-import operator
 import os
 import re
 import threading
@@ -25,7 +24,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from veca.errors import ImageError, suggest
+from veca.errors import ImageError, suggest, whole
 
 __all__ = [
     "EXTENSIONS",
@@ -383,11 +382,8 @@ def _check_size(size: Any, patch: int) -> Size:
 
 def _whole(value: Any, what: str) -> int:
     """Return a positive integer, or say that it is not one (bool and float never count)."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
+    number = whole(value)
+    if number is None or number < 1:
         raise ImageError(f"{what} must be a whole number of at least 1, got {value!r}")
     return number
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from veca import rope
 from veca.attention import BACKENDS, core_attention
 from veca.config import VecaConfig, preset
-from veca.errors import InputError, suggest
+from veca.errors import InputError, suggest, whole
 from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
@@ -403,14 +403,14 @@ class Veca(nn.Module):
         depth = self.config.depth
         if layers is None:
             return list(range(1, depth + 1))
-        wanted = list(layers)
-        whole = all(isinstance(x, int) and not isinstance(x, bool) for x in wanted)
-        if not wanted or not whole or not 1 <= min(wanted) <= max(wanted) <= depth:
+        wanted = [whole(layer) for layer in layers] if isinstance(layers, Iterable) else []
+        known = [layer for layer in wanted if layer is not None and 1 <= layer <= depth]
+        if not wanted or len(known) < len(wanted):
             raise InputError(
-                f"layers must be whole numbers from 1 to {depth}, got {layers!r}; "
+                f"layers must be a list of whole numbers from 1 to {depth}, got {layers!r}; "
                 "1 is the first block."
             )
-        return wanted
+        return known
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:
@@ -471,20 +471,24 @@ def check_budget(cores: int | None, num_cores: int) -> int:
     """The budget to use: `cores`, or the whole bank when it is None."""
     if cores is None:
         return num_cores
-    if isinstance(cores, bool) or not isinstance(cores, int) or not 1 <= cores <= num_cores:
+    budget = cores if type(cores) is int else whole(cores)
+    if budget is None or not 1 <= budget <= num_cores:
         raise InputError(
             f"cores must be a whole number from 1 to {num_cores} (the size of this model's bank), "
             f"got {cores!r}."
         )
-    return cores
+    return budget
 
 
 def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, int]:
     """The patch grid (h, w) of a batch of images that the model can take."""
     if not isinstance(images, Tensor):
+        advice = "veca.preprocess makes one from files and PIL images"
+        if isinstance(getattr(images, "pixels", None), Tensor):
+            advice = "pass its .pixels"
         raise InputError(
             f"images must be a tensor [batch, {channels}, height, width], got "
-            f"{type(images).__name__}; veca.preprocess makes one from files and PIL images."
+            f"{type(images).__name__}; {advice}."
         )
     if images.ndim != 4:
         hint = " Add a batch axis with images[None]." if images.ndim == 3 else ""
