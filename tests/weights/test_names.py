@@ -74,6 +74,20 @@ def test_a_clone_is_known_by_its_pyproject(tiny: Veca, tmp_path: Path) -> None:
     assert find(NAME) is None
 
 
+def test_an_installed_package_finds_the_clone_it_is_used_in(
+    tiny: Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = tmp_path / "clone"
+    monkeypatch.setattr(names, "_PACKAGE", tmp_path / "site-packages" / "veca")
+    save(tiny, clone / "weights" / NAME)
+    (clone / "pyproject.toml").touch()
+    assert find("small") is None
+    monkeypatch.chdir(clone)
+    assert find("small") == clone / "weights" / NAME
+    (clone / "pyproject.toml").unlink()  # some folder with weights in it
+    assert find("small") is None
+
+
 def test_other_names(tiny: Veca, places: list[Path]) -> None:
     save(tiny, places[2] / "my-own.v2")
     (places[2] / "empty").mkdir()

@@ -125,9 +125,13 @@ def _spellings(name: str) -> tuple[str, str]:
 def _folders() -> Iterator[Path]:
     """Where named weights are looked for, in this order."""
     yield _PACKAGE / "assets" / "weights"
-    clone = _PACKAGE.parent.parent  # the package lies in src/ of a clone
-    if _PACKAGE.parent.name == "src" and (clone / "pyproject.toml").is_file():
-        yield clone / "weights"
+    # The clone that the package lies in, or the one that an installed package is used in.
+    clones = [_PACKAGE.parent.parent] if _PACKAGE.parent.name == "src" else []
+    with contextlib.suppress(OSError):  # a working folder that is gone
+        clones.append(Path.cwd())
+    for clone in dict.fromkeys(clones):
+        if (clone / "pyproject.toml").is_file() and (clone / "src" / _PACKAGE.name).is_dir():
+            yield clone / "weights"
     yield cache_folder()
 
 
