@@ -57,6 +57,14 @@ def test_info_of_saved_weights(capsys, weights):
     assert "cores" in capsys.readouterr().out
 
 
+def test_info_of_a_name_is_of_the_weights_at_hand(capsys):
+    assert main(["info", "tiny", "--size", "64", "--cores", "8"]) == 0
+    assert "weights veca_tiny_patch16: 5.8 M parameters" in capsys.readouterr().out
+    assert main(["info", "base", "--size", "64", "--cores", "8"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "preset veca_base_patch16, without an output projection: 85.7 M" in said
+
+
 def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):
     from veca import bench
 

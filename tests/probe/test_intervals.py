@@ -160,6 +160,21 @@ class TestInterval:
         low, high = resampling.share_interval(ours, theirs, "top1")
         assert 1 < low < high < 1.05
 
+    def test_no_further_than_a_score_can_go(self):
+        good = Resampling(12)
+        (drawn,) = good.scores([mean_sums([True] * 11 + [False])])
+        assert good.interval(drawn)[1] > 1  # stretched for so few images
+        low, high = good.score_interval(drawn, "top1")
+        assert low < 11 / 12 < high == 1.0
+        assert good.score_interval(2 * drawn, "rmse")[1] > 1
+        (drawn,) = good.scores([mean_sums([False] * 11 + [True])])
+        assert good.score_interval(drawn, "top1")[0] == 0.0
+
+    def test_none_where_all_images_are_alike(self):
+        alike = Resampling(30)
+        (drawn,) = alike.scores([mean_sums([True] * 30)])
+        assert alike.score_interval(drawn, "top1") is None
+
     def test_none_where_a_draw_has_no_score(self):
         resampling = Resampling(6)
         rare, zero = resampling.scores([mean_sums([1.0, *[None] * 5]), mean_sums([0.0] * 6)])
@@ -207,14 +222,18 @@ def test_of_every_task(probe, task):
     assert run.resampling["drawn"] == "images"
     assert run.resampling["of"] == run.dataset["test"]["used"]
     for row in run.rows:
-        low, high = row.interval
-        assert low <= run.score(row) <= high
+        if run.score(row) == 1:
+            assert row.interval is None  # without a miss, how many there might be cannot be drawn
+        else:
+            low, high = row.interval
+            assert low <= run.score(row) <= high
         low, high = row.interval_teacher
         assert low <= row.retention_teacher <= high
     assert run.rows[0].interval_teacher == (1, 1) and run.rows[0].interval_full is None
     low, high = run.rows[1].interval_full
     assert low <= run.rows[1].retention_full <= high
     assert run.rows[2].interval_full == (1, 1)
+    assert any(row.interval for row in run.rows)
 
 
 @pytest.fixture

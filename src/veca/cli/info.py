@@ -109,15 +109,18 @@ def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> Non
 
 
 def _config(model: str):  # type: ignore[no-untyped-def]
-    """The name and configuration behind a preset's name or saved weights."""
+    """What is counted, in words, and its configuration: weights at hand, or else a preset."""
     from veca.config import PRESETS, preset
     from veca.errors import ConfigError
     from veca.weights import read_config
+    from veca.weights.names import find
 
+    held = find(model)
+    if held is not None:
+        return f"weights {held.name}", read_config(held)
     try:
         config = preset(model)
     except ConfigError:
-        if "/" not in model and not model.endswith(".safetensors"):
-            raise
         return model, read_config(model)
-    return next(name for name, known in PRESETS.items() if known is config), config
+    name = next(name for name, known in PRESETS.items() if known is config)
+    return f"preset {name}, without an output projection", config

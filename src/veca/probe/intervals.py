@@ -125,14 +125,24 @@ class Resampling:
         return [np.concatenate(scores) for scores in zip(*parts, strict=True)]
 
     def interval(self, scores: Array) -> Interval | None:
-        """Of what `scores` gave; None where a draw has no score."""
+        """Of what `scores` gave, none of which is below 0; None where a draw has no score."""
         if not np.isfinite(scores).all():
             return None
         tail = (1 - SHARE) / 2
         low, middle, high = np.quantile(scores, [tail, 0.5, 1 - tail])
         stretch = _student(self.per_draw - 1) / _NORMAL
         stretch *= math.sqrt(self.per_draw / (self.per_draw - 1))
-        return float(middle - stretch * (middle - low)), float(middle + stretch * (high - middle))
+        least, most = middle - stretch * (middle - low), middle + stretch * (high - middle)
+        return max(0.0, float(least)), float(most)
+
+    def score_interval(self, scores: Array, metric: str) -> Interval | None:
+        """Of a score itself, no further than it can go. None also where all draws give the same,
+        such as a perfect score: images that were not seen need not be like that."""
+        found = self.interval(scores)
+        if found is None or np.ptp(scores) == 0:
+            return None
+        low, high = found
+        return low, min(high, 1.0) if HIGHER_IS_BETTER[metric] else high
 
     def share_interval(self, scores: Array, reference: Array, metric: str) -> Interval | None:
         """Of the share that is kept of a reference; see `retention`."""

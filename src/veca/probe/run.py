@@ -216,7 +216,7 @@ def _rows(
                 ms=price.ms,
                 spread_ms=price.spread_ms,
                 details=o.details,
-                interval=resampling.interval(drawn[i]),
+                interval=resampling.score_interval(drawn[i], metric),
                 interval_teacher=interval_teacher,
                 interval_full=interval_full,
             )
