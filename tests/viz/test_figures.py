@@ -93,6 +93,13 @@ def test_sizes_stand_side_by_side(view):
         viz.draw_sizes([view], [])
 
 
+def test_a_strip_is_not_made_enormous(tiny):
+    strip = viz.View(tiny, Image.new("RGB", (3000, 20)), 32, name="strip")
+    with pytest.raises(InputError, match=r"614,400 patches, more than .* smaller sizes"):
+        viz.draw_sizes([strip], [16, 1024])
+    assert viz.draw_sizes([strip], [16]).rows
+
+
 def test_feature_pictures_of_bare_maps():
     shared = torch.randn(16)
     maps = [torch.randn(16, 3, 4), torch.randn(16, 5, 2)]

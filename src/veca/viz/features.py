@@ -14,6 +14,8 @@ from veca.viz.project import joint_colours
 from veca.viz.view import View, check_budgets
 
 SIZES = (256, 512, 768, 1024)
+MOST_PATCHES = 65_536
+"""Of one size of a photo: 4096 x 4096 pixels in patches of 16."""
 
 
 def feature_pictures(
@@ -109,6 +111,8 @@ def draw_sizes(
     if not sizes:
         raise InputError("no sizes were given; a figure needs at least one, such as 512.")
     model = views[0].model
+    for view in views:
+        _check_patches(view, max(sizes))
     budgets = check_budgets(model, [model.config.num_cores] if cores is None else cores)
     sized = [[view.at(size) for size in sizes] for view in views]
     cells = [(view, budget) for row in sized for budget in budgets for view in row]
@@ -132,6 +136,19 @@ def draw_sizes(
         "panels): equal features have equal colours."
     )
     return Figure(rows, caption, "sizes", {"colours": _on_grids(colours, [c[0] for c in cells])})
+
+
+def _check_patches(view: View, size: int) -> None:
+    """Refuse a photo so long and thin that a short side of `size` makes it enormous."""
+    width, height = view.photo.size
+    scale = size / view.model.config.patch_size
+    patches = scale * scale * max(width, height) / min(width, height)
+    if patches > MOST_PATCHES:
+        raise InputError(
+            f"{view.name} has {width} x {height} pixels: with a short side of {size} it would have "
+            f"{patches:,.0f} patches, more than the {MOST_PATCHES:,} that this figure takes; "
+            "choose smaller sizes (--sizes)."
+        )
 
 
 def colour_panel(view: View, colours: Tensor, overlay: float = 0.0) -> Image.Image:
