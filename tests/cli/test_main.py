@@ -110,6 +110,27 @@ def _bad_calls(photo, weights, tmp_path):
     ]
 
 
+THREADED = {
+    "features": ["photo.jpg", "--out", "out"],
+    "embed": ["photos", "--out", "out"],
+    "viz": ["features", "photo.jpg", "--out", "out"],
+    "probe": ["knn", "--data", "pets", "--dataset", "folder", "--out", "out"],
+    "export": ["tiny", "--out", "out"],
+    "bench": ["tiny", "--out", "out"],
+    "demo": [],
+}
+
+
+@pytest.mark.parametrize("command", THREADED)
+@pytest.mark.parametrize("threads", ["0", "-2"])
+def test_a_number_of_threads_is_at_least_one(command, threads, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([command, *THREADED[command], "--threads", threads]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Invalid value for '--threads'" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path):
     for args, message in _bad_calls(photo, weights, tmp_path):
         assert main(args) == 2, args

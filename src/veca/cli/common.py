@@ -21,7 +21,7 @@ Cores = Annotated[int | None, typer.Option(help="The budget.", show_default="all
 ShownSize = Annotated[str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto: the best there is.")]
 Threads = Annotated[
-    int | None, typer.Option(help="CPU threads to use.", show_default="torch's choice")
+    int | None, typer.Option(min=1, help="CPU threads to use.", show_default="torch's choice")
 ]
 
 
