@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import secrets
@@ -71,17 +72,37 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
     For writers that want a file name; `atomic_write` is simpler for everything else.
     """
     target = _target(path)
-    with output_errors(path):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        name = f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        temporary = target.with_name(name)
-        # Not `tempfile`: that makes files only their owner can read. This obeys the umask.
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    name = f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    temporary = target.with_name(name)
+    with contextlib.ExitStack() as stack:
+        with output_errors(path):
+            stack.enter_context(folder_to_fill(target.parent))
+            # Not `tempfile`: that makes files only their owner can read. This obeys the umask.
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        try:
+            yield temporary
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def folder_to_fill(path: Path) -> Iterator[Path]:
+    """Make a folder, and those above it, for the block to write in.
+
+    What was made here and is still empty at the end is removed: work that fails before it writes
+    anything leaves nothing behind. Folders that were there stay, empty or not.
+    """
+    here = path.absolute()
+    above = (here, *here.parents)
+    made = list(itertools.takewhile(lambda folder: not os.path.lexists(folder), above))
     try:
-        yield temporary
+        here.mkdir(parents=True, exist_ok=True)
+        yield path
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        for folder in made:
+            with contextlib.suppress(OSError):  # rmdir refuses a folder that holds anything
+                folder.rmdir()
 
 
 def commit(temporary: Path, path: str | os.PathLike[str]) -> None:
@@ -116,10 +137,10 @@ def exclusive(path: Path, busy: str) -> Iterator[None]:
     The lock goes with the process that took it, however that ends. Where there are no locks
     (Windows, some network folders) nothing is locked.
     """
-    with output_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    with file:
+    with contextlib.ExitStack() as stack:
+        with output_errors(path):
+            stack.enter_context(folder_to_fill(path.parent))
+            file = stack.enter_context(path.open("w"))
         try:
             import fcntl
 

@@ -88,7 +88,6 @@ def quickstart(
     """
     name, model, fresh = choose(weights, device)
     budgets = viz.default_budgets(model, BUDGETS)
-    out.mkdir(parents=True, exist_ok=True)
 
     views = []
     for path in photos or bundled_photos():

@@ -85,4 +85,7 @@ def test_bad_input(run, photos, tmp_path):
         run(photos, *out, "--what", "class")
     with pytest.raises(WeightsError):
         run(photos, *out, "--weights", tmp_path / "missing")
+    (photos / "a" / "bad.png").write_bytes(b"not an image")
+    with pytest.raises(ImageError, match=r"bad\.png"):
+        run(photos, "--out", tmp_path / "out" / "all.npz", "--strict")
     assert not (tmp_path / "out").exists()

@@ -123,6 +123,7 @@ def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match="pip install wandb"):
         Follower(tmp_path, steps=3, wandb="project")
+    assert list(tmp_path.iterdir()) == []
 
     class Fake:
         logged: list = []  # noqa: RUF012

@@ -590,7 +590,8 @@ def test_a_folder_with_a_broken_image(tmp_path, monkeypatch) -> None:
 )  # fmt: skip
 def test_what_cannot_work_is_said_before_it_starts(tmp_path, changes, kind, words) -> None:
     with pytest.raises(kind, match=words):
-        distill(settings(**changes), tmp_path / "run")
+        distill(settings(**changes), tmp_path / "runs" / "first")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_teacher_that_is_refused_is_said(tmp_path, monkeypatch) -> None:
@@ -600,7 +601,7 @@ def test_a_teacher_that_is_refused_is_said(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("veca.teachers.load_teacher", gated)
     with pytest.raises(TeacherError, match="accept its licence"):
         distill(settings(teachers=[{"name": "dinov3-vitb16"}]), tmp_path / "run")
-    assert not (tmp_path / "run" / "run.json").exists()
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_size_that_no_teacher_can_see(tmp_path) -> None:

@@ -188,7 +188,17 @@ def test_mistakes(run, pets, weights, tmp_path):
             "probe", "knn", "--data", pets, "--dataset", "folder", "--teacher", weights,
             "--cores=8", *SMALL,
         )  # fmt: skip
-    assert not (out / "results.json").exists()
+    assert not out.exists()
+
+
+def test_data_that_is_not_there_leaves_no_folder(run, pets, weights, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    words = ["--data", "nope", "--dataset", "folder", "--weights", weights, *SMALL]
+    for more in ([], ["--out", tmp_path / "a" / "b"]):
+        with pytest.raises(VecaError, match="nope"):
+            run("probe", "knn,logreg", *words, *more)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_budgets():

@@ -122,6 +122,31 @@ def test_targets_that_cannot_be_files(tmp_path: Path) -> None:
         pass
 
 
+def test_a_folder_that_stays_empty_goes_again(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    new, there = tmp_path / "a" / "b", tmp_path / "there"
+    for folder in (new, there, there / "deeper"):
+        with pytest.raises(RuntimeError), files.folder_to_fill(folder):
+            assert folder.is_dir()
+            raise RuntimeError
+    assert list(tmp_path.rglob("*")) == [there]
+    with pytest.raises(RuntimeError), files.folder_to_fill(new):
+        (tmp_path / "a" / "note.txt").write_text("mine")
+        raise RuntimeError
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["note.txt"]
+    with files.folder_to_fill(new):
+        (new / "x").touch()
+    assert (new / "x").exists()
+
+
+def test_what_fails_to_write_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), files.atomic_write(tmp_path / "a" / "b" / "x"):
+        raise RuntimeError
+    with pytest.raises(RuntimeError), files.exclusive(tmp_path / "c" / ".lock", "busy"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "real")

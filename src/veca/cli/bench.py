@@ -77,16 +77,16 @@ def bench(
     budgets = library.check(
         network.config, plan, parse_numbers(cores, "--cores") if cores else None
     )
-    folder = writable_folder(out)  # once all is well, and before the work
     where = library.machine(plan.device)
     rows: list[Row] = []
 
     def keep(new: list[Row]) -> None:
         rows.extend(new)
         # After each size, so that what is stopped half way leaves its first half.
-        library.write_csv(folder / "bench.csv", rows, where)
+        library.write_csv(out / "bench.csv", rows, where)
 
-    with console.status("preparing") as status:
+    # Once all is well, and before the work.
+    with console.status("preparing") as status, writable_folder(out):
         library.bench(
             network,
             plan,
@@ -100,10 +100,10 @@ def bench(
     console.print(_table(rows))
     for line in _findings(rows):
         console.print(line, markup=False, highlight=False)
-    written = [folder / "bench.csv"]
+    written = [out / "bench.csv"]
     try:
-        library.plot(folder / "bench.png", rows, where)
-        written.append(folder / "bench.png")
+        library.plot(out / "bench.png", rows, where)
+        written.append(out / "bench.png")
     except MissingExtraError as error:
         console.print(f"no plot: {error}", markup=False, soft_wrap=True)
     console.print(f"wrote {' and '.join(map(str, written))}", markup=False, soft_wrap=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,19 +69,26 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     )
 
 
-def writable_folder(path: Path) -> Path:
-    """Create the folder if need be, and make sure that files can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".veca-write-test"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OutputError(
-            f"cannot write to the folder {path} ({reason}); choose another with --out."
-        ) from error
-    return path
+@contextlib.contextmanager
+def writable_folder(path: Path) -> Iterator[Path]:
+    """Create the folder if need be, and make sure that files can be written there.
+
+    If the block writes nothing, because it fails, the folder goes again.
+    """
+    from veca.files import folder_to_fill
+
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(folder_to_fill(path))
+            probe = path / ".veca-write-test"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise OutputError(
+                f"cannot write to the folder {path} ({reason}); choose another with --out."
+            ) from error
+        yield path
 
 
 def join_numbers(numbers: Sequence[int]) -> str:

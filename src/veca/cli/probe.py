@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -148,13 +149,6 @@ def probe(
         getattr(torch, chosen.extract.dtype),
         allow_remote_code,
     )
-    folders = {}
-    for one in tasks:
-        planned = planned_subject(one, backbones, dataset=dataset, protocol=chosen, sizes=sizes)
-        name = f"{one}-{planned['dataset']}"
-        base = out or Path("runs", "probe")
-        folders[one] = writable_folder(base if out and len(tasks) == 1 else base / name)
-        check_out(folders[one], planned, overwrite)
     used = {
         "data": data, "dataset": dataset, "option": option, "weights": weights, "teacher": teacher,
         "baseline": baseline, "cores": cores, "protocol": protocol, "size": size, "set": changes,
@@ -163,29 +157,39 @@ def probe(
         "batch-size": batch_size, "threads": threads, "verify": verify or None,
         "no-time": not time or None,
     }  # fmt: skip
-    for one, folder in folders.items():
-        with _Bar() as progress:
-            run = run_probe(
-                one,
-                backbones,
-                dataset=dataset,
-                data=data,
-                protocol=chosen,
-                sizes=sizes,
-                train_dataset=train_dataset,
-                train_data=train_data,
-                train_split=train_split,
-                test_split=test_split,
-                options=options,
-                cache=(cache or "default") if keep else None,
-                device=place,
-                workers=workers,
-                measure_time=time,
-                verify=verify,
-                command=_command(one, used),
-                progress=progress,
+    with contextlib.ExitStack() as stack:
+        folders = {}
+        for one in tasks:
+            planned = planned_subject(one, backbones, dataset=dataset, protocol=chosen, sizes=sizes)
+            name = f"{one}-{planned['dataset']}"
+            base = out or Path("runs", "probe")
+            folders[one] = stack.enter_context(
+                writable_folder(base if out and len(tasks) == 1 else base / name)
             )
-        _show(run, folder)
+            check_out(folders[one], planned, overwrite)
+        for one, folder in folders.items():
+            with _Bar() as progress:
+                run = run_probe(
+                    one,
+                    backbones,
+                    dataset=dataset,
+                    data=data,
+                    protocol=chosen,
+                    sizes=sizes,
+                    train_dataset=train_dataset,
+                    train_data=train_data,
+                    train_split=train_split,
+                    test_split=test_split,
+                    options=options,
+                    cache=(cache or "default") if keep else None,
+                    device=place,
+                    workers=workers,
+                    measure_time=time,
+                    verify=verify,
+                    command=_command(one, used),
+                    progress=progress,
+                )
+            _show(run, folder)
 
 
 def _dataset_options(lines: list[str]) -> dict[str, Any]:

@@ -31,9 +31,9 @@ def quickstart(
 
     sources = find_images([str(p) for p in photos]) if photos else None
     place = pick_device(device)
-    with console.status("loading") as status:
+    with console.status("loading") as status, writable_folder(out) as folder:
         result = library.quickstart(
-            writable_folder(out),
+            folder,
             sources,
             weights=weights,
             size=size,

@@ -121,9 +121,8 @@ def viz(
         points=[parse_point(text, views[0].photo) for text in at or ["50%,50%"]],
     )
     options.check(model)
-    if not is_file_name(out):
-        writable_folder(out)
-    with console.status("looking") as status:
+    folder = out.parent if is_file_name(out) else out
+    with console.status("looking") as status, writable_folder(folder):
         if figure == "report":
             made = library.report(views, out, options, weights=name, progress=status.update)
             written, rows = [made.page], made.rows

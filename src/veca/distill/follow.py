@@ -131,14 +131,14 @@ class Follower:
         self._file: Any = None
         if not active:
             return
+        if wandb:  # first: it may not be installed, and nothing is written yet
+            self._wandb = _start_wandb(wandb, out, config or {})
         _drop_after(out / METRICS, start)
         self._file = (out / METRICS).open("a", encoding="utf-8")
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
-        if wandb:
-            self._wandb = _start_wandb(wandb, out, config or {})
         if self.console is not None and self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description}"), BarColumn(bar_width=None), console=self.console

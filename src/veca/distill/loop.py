@@ -42,7 +42,7 @@ from veca.distill.setup import (
 )
 from veca.distill.trainer import Trainer
 from veca.distill.validate import Examined, mean_loss, validate
-from veca.files import atomic_write_text
+from veca.files import atomic_write_text, folder_to_fill
 from veca.teachers.base import Teacher
 from veca.weights.names import public_name
 
@@ -134,7 +134,7 @@ class Run:
     ) -> None:
         """Everything before the first step; what has to be closed goes on `stack`."""
         config, out, world = self.config, self.out, self.world
-        checkpoint = self._find_checkpoint(resume)
+        checkpoint = self._find_checkpoint(resume, stack)
         self.data: Data = open_data(config.data, world, source=source, validation=validation)
         self.teaching = open_teachers(config, world, teachers)
         self.cohort = Cohort(config, self.teaching, world)
@@ -145,6 +145,7 @@ class Run:
         if checkpoint is not None:
             check_resume(checkpoint, config, self.cohort, self.plan)
             self.done = checkpoint.step
+        self._check_sizes()
         self.cohort.prepare(self.plan)
 
         self.follower = Follower(
@@ -171,7 +172,6 @@ class Run:
         self.held_out = validation_loader(config, self.data, self.plan, world)
         if self.held_out is not None:
             stack.callback(self.held_out.close)
-        self._check_sizes()
         if checkpoint is not None:
             self.cohort.load_state(checkpoint.sections)
             self.loader.load_state_dict(checkpoint.about["loader"])
@@ -328,8 +328,11 @@ class Run:
 
     # ------------------------------------------------------------------------------ beginnings
 
-    def _find_checkpoint(self, resume: bool) -> Checkpoint | None:
-        """The checkpoint to go on from, on all ranks; the first rank reads it."""
+    def _find_checkpoint(self, resume: bool, stack: contextlib.ExitStack) -> Checkpoint | None:
+        """The checkpoint to go on from, on all ranks; the first rank reads it.
+
+        That rank makes the run's folder, too; if it is still empty then, `stack` removes it.
+        """
         problem, about, sections = None, None, None
         if self.world.is_first:
             try:
@@ -339,7 +342,7 @@ class Run:
                         f"{self.out} holds a run that got to step {steps[-1]}; add --resume to go "
                         "on with it, or choose another --out."
                     )
-                self.out.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(folder_to_fill(self.out))
                 self.store.clean()
                 found = self.store.load()
                 if found is not None:
