@@ -58,6 +58,15 @@ def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
     assert "random weights" not in page
 
 
+@pytest.mark.parametrize(("asked", "used"), [(100, 96), (40, 48)])
+def test_any_size_is_fitted_to_the_patch_grid(tmp_path, weights, monkeypatch, asked, used):
+    monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
+    monkeypatch.setattr("veca.quickstart.BUDGETS", (8, 64))
+    result = quickstart(tmp_path / "out", bundled_photos()[:1], weights=weights, size=asked)
+    assert result.size == used and result.rows[0].cost.grid == (used // 16, used // 16)
+    assert f"one image of {used} x {used} pixels" in result.page.read_text()
+
+
 def test_fresh_weights_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
     monkeypatch.setattr("veca.viz.source.find", lambda name: None)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from veca import bench, viz
 from veca.cost import Cost, cost
 from veca.html import Page
+from veca.images import target_size
 from veca.model import Veca
 from veca.viz import numbers
 from veca.viz.report import add_figure, add_numbers, draw_part
@@ -59,6 +60,7 @@ class Quickstart:
     weights: str
     trained: bool
     size: int
+    """As it was used: a multiple of the patch size."""
     rows: list[BudgetRow]
     dense_ms: float
     page: Path
@@ -84,10 +86,13 @@ def quickstart(
         photos: image files; by default the bundled ones.
         weights: what `veca.load` takes; by default the bundled tiny weights, or fresh ones where
             there are none.
-        size: the short side of the photos and the side of the timed image, in pixels.
+        size: the short side of the photos and the side of the timed image, in pixels; the nearest
+            multiple of the patch size is taken.
     """
     name, model, fresh = choose(weights, device)
     budgets = viz.default_budgets(model, BUDGETS)
+    # Photos would be fitted to the patch grid anyway; the timed image has to be of the same size.
+    size, _ = target_size(size, size, size, "resize", model.config.patch_size)
 
     views = []
     for path in photos or bundled_photos():

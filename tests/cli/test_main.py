@@ -76,9 +76,11 @@ def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):
         lambda self, **kwargs: init(self, **{**kwargs, "repeats": 1, "seconds": 0.0}),
     )
     out = tmp_path / "out"
-    args = ["quickstart", photo, "--weights", weights, "--size", "64", "--out", str(out)]
+    args = ["quickstart", photo, "--weights", weights, "--size", "60", "--out", str(out)]
     assert main([*args, "--device", "cpu"]) == 0
-    assert (out / "index.html").is_file() and "dense ViT" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (out / "index.html").is_file() and "dense ViT" in said
+    assert "64 x 64 px" in said  # the nearest size on the patch grid
 
 
 _THERE = ("damaged.jpg", "empty", "file", "photo.jpg", "weights")
@@ -106,6 +108,7 @@ def _bad_calls(photo, weights, tmp_path):
         (["quickstart", "missing.jpg", "--out", out], "missing.jpg"),
         (["quickstart", photo, "--weights", "nothing-here", "--out", out], "nothing-here"),
         (["quickstart", photo, "--weights", weights, "--out", str(blocked)], "file"),
+        (["quickstart", photo, "--weights", weights, "--size", "8", "--out", out], "one patch"),
         (["quickstart", damaged, "--weights", weights, "--out", out], "damaged.jpg"),
         ([*features, out, "--cores", "17"], "from 1 to 16"),
         ([*features, str(blocked / "x")], "file"),

@@ -22,7 +22,9 @@ def quickstart(
         str | None,
         typer.Option(help="A name, a folder, a file or a hub id; by default the bundled weights."),
     ] = None,
-    size: Annotated[int, typer.Option(help="Short side of the photos, in pixels.")] = 512,
+    size: Annotated[
+        int, typer.Option(help="Short side of the photos, in pixels; fitted to the patch grid.")
+    ] = 512,
     device: Device = "auto",
 ) -> None:
     """Run photos at every budget, time them beside a dense ViT, and write a page of pictures."""
