@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from conftest import SMALLEST, stirred
 from veca import create_model, save
 from veca.cli.viz import parse_point, viz
-from veca.errors import VecaError
+from veca.errors import InputError, VecaError
 
 
 @pytest.fixture
@@ -81,6 +81,23 @@ def test_bad_input_is_told_and_leaves_nothing(veca_viz, tmp_path, args, message)
     result = veca_viz(*args)
     assert isinstance(result.exception, VecaError) and message in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["f.jpg", "F.JPEG", "f.pdf"])
+def test_a_picture_that_cannot_be_written_is_no_folder(veca_viz, tmp_path, name):
+    for args in (["features"], ["features", "--format", "png"]):
+        result = veca_viz(*args, out=name)
+        assert isinstance(result.exception, InputError)
+        assert "a file that ends in .png, .svg or .html, or a folder" in str(result.exception)
+    assert "a report is a folder" in str(veca_viz("report", out=name).exception)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_folder_may_have_any_name(veca_viz, tmp_path):
+    (tmp_path / "old.jpg").mkdir()
+    for name in ("old.jpg", "v1.5"):
+        assert veca_viz("paths", out=name).exit_code == 0
+        assert [path.suffix for path in (tmp_path / name).iterdir()] == [".png"]
 
 
 def test_points_in_pixels_and_percent(photo):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from veca.errors import InputError, suggest
+from veca.images import EXTENSIONS
 from veca.model import Veca
 from veca.viz.attention import KINDS, draw_attention, draw_single_cores
 from veca.viz.cores import draw_paths, draw_states
@@ -17,6 +18,10 @@ from veca.viz.numbers import draw_numbers, measure, write_csv
 from veca.viz.project import METHODS
 from veca.viz.similarity import Point, draw_agreement, draw_similarity
 from veca.viz.view import View, check_budgets, check_layers, unique_names
+
+_WRITTEN = tuple(f".{name}" for name in FORMATS)
+# Nobody means a folder by a name such as x.jpg, so it is refused where figures cannot be that.
+_FILE_SUFFIXES = EXTENSIONS | {*_WRITTEN, ".htm", ".pdf", ".eps", ".ps", ".avif", ".heic"}
 
 
 @dataclass(frozen=True)
@@ -174,12 +179,18 @@ def save(
 
 
 def is_file_name(out: Path) -> bool:
-    """Whether an output names a figure's file, not a folder."""
-    return out.suffix.lstrip(".").lower() in FORMATS and not out.is_dir()
+    """Whether an output names a picture's or a page's file, not a folder."""
+    return out.suffix.lower() in _FILE_SUFFIXES and not out.is_dir()
 
 
 def output_format(out: Path, format: str | None) -> str:
-    """png, svg or html: as asked, or as the name of a file says."""
+    """png, svg or html: as asked, or as the name of a file says, which has to be one of them."""
+    suffix = out.suffix.lower()
+    if is_file_name(out) and suffix not in _WRITTEN:
+        raise InputError(
+            f"a figure cannot be written as {suffix}; give a file that ends in "
+            f"{', '.join(_WRITTEN[:-1])} or {_WRITTEN[-1]}, or a folder, in place of {out}."
+        )
     if format is not None:
         return check_format(format)
-    return out.suffix.lstrip(".").lower() if is_file_name(out) else "png"
+    return suffix.lstrip(".") if is_file_name(out) else "png"
