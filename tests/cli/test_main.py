@@ -116,6 +116,7 @@ def _bad_calls(photo, weights, tmp_path):
         (["features", "nope/*.jpg", "--weights", weights, "--out", out], "nope"),
         (["bench", "smal", "--out", out], "did you mean 'small'"),
         (["bench", "tiny", "--sizes", "100", "--out", out], "multiples"),
+        (["distill", "--teacher", "filters", "--data", "photos:8", "--out", out], "--config"),
         (["import", "missing.pt", "--out", out], "missing.pt"),
     ]
 

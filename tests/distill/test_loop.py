@@ -564,6 +564,11 @@ def test_a_folder_with_a_broken_image(tmp_path, monkeypatch) -> None:
         ({"data": {"source": "no/such/folder"}}, DataError, "no such file or folder"),
         ({"data": {"source": "photos:many"}}, DistillError, "photos:200"),
         ({"data": {"hold_out": 24}}, DataError, "cannot hold out 24 of 24"),
+        (
+            {"data": {"hold_out": 32}},
+            DataError,
+            r"data\.hold_out: .* between 1 and 23\. .*--set data\.hold_out=N",
+        ),
         ({"teachers": []}, DistillError, "no teacher"),
         ({"teachers": [{"name": "dinov33-vitb16"}]}, VecaError, "did you mean 'dinov3-vitb16'"),
         ({"teachers": [{"name": "filters", "kl": 1.0}]}, DistillError, "no classifier"),

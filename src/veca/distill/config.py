@@ -253,8 +253,14 @@ class DistillConfig:
         _one_of("parallel", self.parallel, PARALLELS)
         _one_of("optimizer.name", self.optimizer.name, OPTIMIZERS)
         s, o = self.schedule, self.optimizer
-        if bool(s.steps) == bool(s.epochs):
-            raise DistillError("schedule needs either steps or epochs.")
+        if s.steps and s.epochs:
+            raise DistillError("schedule takes either steps or epochs, not both.")
+        if not s.steps and not s.epochs:
+            raise DistillError(
+                "schedule.steps is not set, nor schedule.epochs, so the run has no length; start "
+                "from a recipe (--config), such as configs/laptop.toml, or set schedule.steps and "
+                "schedule.size (--set schedule.steps=1000)."
+            )
         if s.warmup and s.warmup_epochs:
             raise DistillError("schedule takes warmup (steps) or warmup_epochs, not both.")
         if bool(s.size) == bool(s.phases):

@@ -13,6 +13,7 @@ from veca.config import VecaConfig
 from veca.data import (
     AugmentConfig,
     BatchPlan,
+    DataError,
     InMemoryImages,
     Loader,
     cache_dir,
@@ -89,7 +90,12 @@ def open_data(
         return Data(images, None, _open(other, config, world), None, "a set of its own")
     if not config.hold_out:
         return Data(images, None, None, None, "none")
-    train, held = hold_out(len(images), config.hold_out, seed=config.split_seed)
+    try:
+        train, held = hold_out(len(images), config.hold_out, seed=config.split_seed)
+    except DataError as error:  # it knows the numbers, not where they were set
+        raise DataError(
+            f"data.hold_out: {error} Give more images, or hold out fewer (--set data.hold_out=N)."
+        ) from error
     split = f"{len(held)} of {len(images)} images held out, drawn with seed {config.split_seed}"
     return Data(images, train, images, held, split)
 
