@@ -446,6 +446,9 @@ def test_missing_extras(embed, images, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MissingExtraError, match=r"pip install 'veca\[embed\]'"):
         embed(images, tmp_path / "out")
+    # With ray missing as well, one extra brings both.
+    with pytest.raises(MissingExtraError, match=r"--engine ray needs .* 'veca\[ray\]'"):
+        embed(images, tmp_path / "out", engine="ray")
     assert not (tmp_path / "out").exists()
 
 

@@ -117,6 +117,14 @@ def test_usearch_is_needed_for_the_index_only(folder, monkeypatch):
         search(folder, query)
 
 
+def test_a_core_install_is_told_of_the_one_extra_that_search_needs(folder, monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("pyarrow", "usearch")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for exact in (False, True):
+        with pytest.raises(MissingExtraError, match=r"pip install 'veca\[search\]'"):
+            search(folder, folder / "query.png", exact=exact)
+
+
 def test_bad_queries(folder, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match=r"bad\.png"):

@@ -39,6 +39,14 @@ def test_links_lead_somewhere(page):
             assert anchor in _anchors(target.read_text(encoding="utf-8")), f"{link}: no such part"
 
 
+def test_pages_install_from_the_clone():
+    """The package is on no index: pip would find nothing, or something else, under its name."""
+    recipes = sorted((pages.ROOT / "configs").glob("*.toml"))
+    for page in [*pages.pages(), *recipes]:
+        found = re.findall(r"pip install.*\bveca\b.*", page.read_text(encoding="utf-8"))
+        assert not found, f"{page.name}: in a clone it is pip install '.[extra]'"
+
+
 def test_every_page_is_in_the_index():
     index = (pages.ROOT / "docs" / "README.md").read_text(encoding="utf-8")
     linked = {link.partition("#")[0] for link in _LINK.findall(index)}

@@ -119,12 +119,13 @@ def embed(
         MissingExtraError: pyarrow or ray is not installed.
     """
     start = time.perf_counter()
-    for name in ("pyarrow", "pyarrow.parquet"):
-        require(name, "veca embed")
     if engine not in ENGINES:
         raise InputError(f"unknown engine {suggest(str(engine), ENGINES)}")
-    if engine == "ray":
-        require("ray", "veca embed --engine ray")
+    needed, purpose, extra = ["pyarrow", "pyarrow.parquet"], "veca embed", "embed"
+    if engine == "ray":  # whose extra brings the others, too
+        needed, purpose, extra = [*needed, "ray"], "veca embed --engine ray", "ray"
+    for name in needed:
+        require(name, purpose, extra)
     if workers is not None:
         whole("workers", workers, least=1 if engine == "ray" else 0)
     if threads is not None:

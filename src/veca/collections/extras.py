@@ -10,13 +10,17 @@ from veca.errors import MissingExtraError
 _EXTRAS = {"pyarrow": "embed", "usearch": "search"}
 
 
-def require(name: str, purpose: str) -> Any:
-    """The module called `name`, which `purpose` needs."""
+def require(name: str, purpose: str, extra: str | None = None) -> Any:
+    """The module called `name`, which `purpose` needs.
+
+    Args:
+        extra: the one that brings all that `purpose` needs; by default the library's own.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         library = name.partition(".")[0]
         raise MissingExtraError(
             f"{purpose} needs {library}, which cannot be imported ({error}); install it with: "
-            f"pip install 'veca[{_EXTRAS.get(library, library)}]'"
+            f"pip install 'veca[{extra or _EXTRAS.get(library, library)}]'"
         ) from error

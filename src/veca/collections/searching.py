@@ -62,6 +62,7 @@ class Collection:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).expanduser()
         self.settings, manifest = read_manifest(self.folder)
+        require("pyarrow.parquet", "searching in embeddings", extra="search")
         self._weights_from: str | None = manifest.get("weights_from")
         self._records = finished_shards(self.folder, self.settings)
         self._ends = np.cumsum([record.rows for record in self._records])
