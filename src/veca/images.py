@@ -131,7 +131,7 @@ def _read(source: Source, name: str, max_pixels: int) -> Image.Image:
     except Exception as error:  # Pillow's decoders raise almost any type on a damaged file
         raise ImageError(
             f"{name}: cannot be decoded ({str(error) or type(error).__name__}), it may be damaged "
-            f"or incomplete; replace it, or leave it out with preprocess(..., on_error='skip')"
+            f"or incomplete; replace it"
         ) from error
 
 
@@ -144,7 +144,9 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
             raise ImageError("an empty path names no file; check the path")
         path = Path(source)
         if path.is_dir():  # not left to open(): Windows calls this "permission denied"
-            raise ImageError("is a folder, expected an image file; list it with find_images()")
+            raise ImageError(
+                "is a folder, expected an image file; veca.images.find_images lists those in it"
+            )
         try:
             return stack.enter_context(path.open("rb"))
         except FileNotFoundError as error:

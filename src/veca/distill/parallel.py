@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from veca.devices import usable_device
 from veca.distill.errors import DistillError
+from veca.errors import InputError
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others: longer than any validation or save takes."""
@@ -303,13 +305,9 @@ def _device(device: str | torch.device, local_rank: int | None) -> torch.device:
             )
         name = f"cuda:{local_rank}"
     try:
-        place = torch.device(name)
-        torch.empty(1, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise DistillError(
-            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); use cpu, cuda, "
-            "mps or auto."
-        ) from error
+        place = usable_device(name)
+    except InputError as error:
+        raise DistillError(str(error)) from error
     if place.type == "cuda" and place.index is None:
         place = torch.device("cuda", torch.cuda.current_device())
     return place

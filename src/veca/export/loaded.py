@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from veca.config import VecaConfig
+from veca.devices import usable_device
 from veca.errors import ConfigError, InputError
 from veca.export.errors import ExportError
 from veca.export.graph import MIN_SIDE
@@ -84,10 +84,6 @@ def load_exported(path: str | os.PathLike[str], *, device: str = "cpu") -> Expor
             files from people you trust.
         device: "cpu" or "cuda"; for ONNX onnxruntime must have been built for it.
     """
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        if not str(path).endswith(".onnx"):  # onnxruntime needs no torch for its devices
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(f"device {device!r} cannot be used here ({reason}).") from error
+    if not str(path).endswith(".onnx"):  # onnxruntime needs no torch for its devices
+        usable_device(device)
     return ExportedModel(path, device=device)

@@ -1,0 +1,50 @@
+"""A device that is not there: the message says why, and what is there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from veca.devices import usable_device
+from veca.errors import InputError
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with so many GPUs, and a torch with or without CUDA, on which nothing works."""
+
+    def make(*, built, gpus=0, mps=False):
+        def refuse(*args, **kwargs):
+            raise RuntimeError("a line of torch's\nand another")
+
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+        monkeypatch.setattr(torch, "empty", refuse)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "words"),
+    [
+        ({"built": False}, "cuda", "(this torch is built without CUDA); use cpu."),
+        ({"built": False}, "cuda:1", "(this torch is built without CUDA); use cpu."),
+        ({"built": False, "mps": True}, "cuda", "without CUDA); use cpu or mps."),
+        ({"built": True}, "cuda", "(torch sees no GPU); use cpu."),
+        ({"built": True}, "mps", "(torch sees no GPU of Apple's); use cpu."),
+        ({"built": True, "gpus": 1}, "cuda:7", "(a line of torch's); use cpu or cuda."),
+        ({"built": True, "gpus": 4}, "cuda:7", "use cpu or cuda:0 to cuda:3."),
+    ],
+)
+def test_what_is_missing_and_what_is_there(machine, there, asked, words):
+    machine(**there)
+    with pytest.raises(InputError) as caught:
+        usable_device(asked)
+    assert str(caught.value).startswith(f"device {asked!r} cannot be used here (")
+    assert str(caught.value).endswith(words)
+
+
+def test_a_device_that_is_there():
+    assert usable_device("cpu") == torch.device("cpu")
