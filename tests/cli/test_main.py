@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
+import veca
 from veca import create_model, save
 from veca.cli.main import main
 from veca.config import VecaConfig
@@ -38,6 +40,11 @@ def test_help_lists_every_command():
 def test_no_arguments_show_the_help(capsys):
     assert main([]) == 0
     assert "quickstart" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"veca {veca.__version__}, torch {torch.__version__}\n"
 
 
 def test_info_overview(capsys):
@@ -96,7 +103,8 @@ def _bad_calls(photo, weights, tmp_path):
     out = str(tmp_path / "out")
     features = ["features", photo, "--weights", weights, "--out"]
     return [
-        (["inf"], "No such command 'inf'"),
+        (["inf"], "No such command 'inf'; did you mean 'info'? Known: bench, demo, distill, "),
+        (["zzz"], "No such command 'zzz'. Known: bench, demo, distill, "),
         (["info", "smal"], "did you mean 'small'"),
         (["info", "tiny", "--cores", "65"], "from 1 to 64"),
         (["info", "tiny", "--cores", "0"], "at least 1"),

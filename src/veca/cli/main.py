@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from veca.cli.bench import bench
 from veca.cli.demo import demo
@@ -22,10 +23,21 @@ from veca.cli.quickstart import quickstart
 from veca.cli.report import report
 from veca.cli.search import search
 from veca.cli.viz import viz
-from veca.errors import VecaError
+from veca.errors import InputError, VecaError, suggest
+
+
+class _Commands(TyperGroup):
+    """Answers a name that no command has with the nearest one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands:
+            raise InputError(f"No such command {suggest(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="veca",
+    cls=_Commands,
     help="Dense vision features through a few elastic cores, at a cost you can dial.",
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +52,31 @@ for command in (
     *(bench, export, import_, publish),
 ):
     app.command(name=command.__name__.rstrip("_"))(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        import torch
+
+        from veca import __version__
+
+        typer.echo(f"veca {__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the versions of veca and of torch, and exit.",
+        ),
+    ] = False,
+) -> None:
+    pass  # what the group itself takes; the commands do the work
 
 
 def main(args: list[str] | None = None) -> int:
