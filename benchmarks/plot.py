@@ -14,8 +14,9 @@ from matplotlib.figure import Figure
 from rows import read
 from scores import (
     CONTROL,
+    DRAWN,
     NAMES,
-    PROBES,
+    ROOMS,
     SMALL,
     TEACHER,
     TINY,
@@ -103,10 +104,10 @@ LINES = {TEACHER: ("#009E73", ":"), CONTROL: ("black", "--")}
 
 def budget_plot() -> None:
     """Every probe against the budget: the students' curves, the others' levels."""
-    rows = [*read("probes"), *dense_control()]
-    figure = Figure(figsize=(14, 3.6), layout="constrained")
+    rows = [*read("probes"), *dense_control(), *read(f"intervals/{ROOMS}")]
+    figure = Figure(figsize=(16.5, 3.6), layout="constrained")
     for axis, (probe, (title, metric)) in zip(
-        figure.subplots(1, len(PROBES)), PROBES.items(), strict=True
+        figure.subplots(1, len(DRAWN)), DRAWN.items(), strict=True
     ):
         scale = 1.0 if metric == "rmse" else 100.0
         mine = [r for r in rows if r["probe"] == probe]
@@ -117,7 +118,8 @@ def budget_plot() -> None:
             _bars(axis, name, probe, dict(points), colour)
         levels = {r["backbone"]: scale * float(r[metric]) for r in mine}
         for name, (colour, style) in LINES.items():
-            axis.axhline(levels[name], color=colour, linestyle=style, label=_labelled(name))
+            if name in levels:
+                axis.axhline(levels[name], color=colour, linestyle=style, label=_labelled(name))
         axis.set_title(title + (", less is better" if metric == "rmse" else ""), fontsize=10)
         axis.set_xticks([8, 16, 32, 48, 64])
         axis.set_xlabel("cores")
@@ -135,7 +137,7 @@ def _bars(axis: Axes, name: str, probe: str, scores: dict[int, float], colour: s
         if low < high:
             ends = (
                 (full / high, full / low)
-                if PROBES[probe][1] == "rmse"
+                if DRAWN[probe][1] == "rmse"
                 else (full * low, full * high)
             )
             axis.plot([cores, cores], ends, marker="_", color=colour, linewidth=1)
