@@ -103,6 +103,7 @@ def test_trained_and_elastic(name):
 
 def test_outside_a_clone_small_is_asked_for_by_path(monkeypatch, tmp_path):
     """An installed package has no weights/ beside it; its message says where there is one."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "site-packages" / "veca").mkdir(parents=True)
     monkeypatch.setattr("veca.weights.names._PACKAGE", tmp_path / "site-packages" / "veca")
     monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
