@@ -4,7 +4,8 @@ Results of the shipped weights are in results/probes; those of the controlled ex
 VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
 are of (unless they are shipped); those of the depth probe with other seeds in results/seeds; in
 results/intervals the shipped weights and the teacher once more, on one machine, with intervals, and
-there alone depth in the rooms of NYUv2; in results/blind what is scored without a look at images.
+there alone depth in the rooms of NYUv2; in results/blind what is scored without a look at images;
+in results/few what is left with fewer cores than were trained, on a part of Pets.
 """
 
 from __future__ import annotations
@@ -240,6 +241,16 @@ def _kept(row: dict[str, str], of: str) -> str:
     """A share with the ends of its interval, by the record's own numbers."""
     low, high = (100 * float(row[f"{of}_{end}"]) for end in ("low", "high"))
     return f"{100 * float(row[f'retention_{of}']):.1f} % ({low:.1f}–{high:.1f})"
+
+
+def few(rows: Rows) -> str:
+    """10-NN on a part of Pets with fewer cores than were ever trained."""
+    found = {(r["backbone"], r["cores"]): f"{100 * float(r['top1']):.1f}" for r in rows}
+    budgets = sorted({cores for name, cores in found if name == SMALL}, key=int)
+    return table(
+        ["cores", *budgets],
+        [[NAMES[name], *(found[name, cores] for cores in budgets)] for name in (SMALL, TINY)],
+    )
 
 
 def seeds(rows: Rows) -> str:

@@ -190,6 +190,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "gains": ("probes", scores.gains),
     "budgets": ("probes", scores.budgets),
     "intervals": ("intervals", scores.intervals),
+    "few": ("few", scores.few),
     "rooms": ("intervals", scores.rooms),
     "seeds": ("seeds", scores.seeds),
     "controlled-seeds": (f"control/{scores.SECOND[0].dense}", scores.controlled_seeds),

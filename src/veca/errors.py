@@ -42,7 +42,7 @@ class MissingExtraError(VecaError, ImportError):
 def whole(value: object) -> int | None:
     """The whole number that `value` is, NumPy's among them; None if it is anything else.
 
-    Neither a bool nor a float counts, whatever its value.
+    Neither Python's or NumPy's bools nor floats count, whatever their value.
     """
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]

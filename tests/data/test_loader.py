@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -205,6 +209,36 @@ def test_workers_change_nothing(photos: Path) -> None:
     helped.close()
     same(alone.batch(6), helped.batch(6))
     helped.close()
+
+
+FORGOTTEN = """
+import sys
+from veca.data import Loader
+
+made = Loader(sys.argv[1], batch_size=8, size=16, workers=2)
+made.batch(0)
+print("ready", flush=True)
+while sys.argv[2] == "interrupted":
+    made.batch(1)
+if sys.argv[2] == "failed":
+    raise ValueError("a mistake of the user's")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("over", 0), ("failed", 1), ("interrupted", -signal.SIGINT)]
+)
+def test_a_process_ends_though_its_loader_was_not_closed(photos: Path, how: str, status) -> None:
+    words = [sys.executable, "-c", FORGOTTEN, str(photos), how]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        if how == "interrupted":
+            process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=60) == status
+        finally:
+            process.kill()
 
 
 def test_workers_report_bad_images_and_broken_shards(tmp_path: Path, photos: Path) -> None:

@@ -75,7 +75,9 @@ def test_ended_with_all_its_workers_it_stops_cleanly(tmp_path) -> None:
     out = tmp_path / "run"
     process = start(out, changes=changes, start_new_session=True, stderr=subprocess.PIPE, text=True)
     metrics = out / "metrics.jsonl"
+    deadline = time.monotonic() + 120
     while process.poll() is None and not (metrics.exists() and read_metrics(out)):
+        assert time.monotonic() < deadline, "no step was made"
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGTERM)
     said = process.communicate(timeout=120)[1]

@@ -13,7 +13,7 @@ from veca.probe.protocol import from_dict
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = sorted(
     path
-    for kind in ("probes", "control", "seeds", "intervals", "blind")
+    for kind in ("probes", "control", "seeds", "intervals", "blind", "few")
     for path in (FOLDER / kind).glob("**/results.json")
 )
 
@@ -54,8 +54,8 @@ class TestKept:
     def test_comparable_with_the_shipped_weights_and_their_teacher(self, path):
         run = read_run(path)
         probe = re.sub(r"-\d+$", "", path.parent.name)  # without the seed
-        shipped = FOLDER / "probes" / "small" / probe
-        beside = read_run(shipped) if shipped.is_dir() else run
+        kept = [FOLDER / "probes" / "small" / probe, FOLDER / "intervals" / probe]
+        beside = next((read_run(folder) for folder in kept if folder.is_dir()), run)
         assert run.dataset == beside.dataset and _asked(run) == _asked(beside)
         here, there = ([x for x in of.rows if x.role == "teacher"] for of in (run, beside))
         teachers = here or there

@@ -64,7 +64,7 @@ def test_numbers_of_the_last_stage_say_so():
 
 
 def test_results_are_found_again():
-    for results in ("", "10-NN **50 %**\n\n| a |\n| - |"):
+    for results in ("", "10-NN **50 %**\n\n| a |\n| - |", "First.\n\n## Pets\n\n50 %"):
         card = model_card(PRESETS["veca_tiny_patch16"], results=results)
         assert results_in(card) == results
 

@@ -73,11 +73,11 @@ def test_what_is_told_of_them_was_measured_with_them(name):
     results = ROOT / "benchmarks" / "results"
     tuned = [json.loads(file.read_text()) for file in (results / "finetune").glob("*.json")]
     found = [one["weights_sha256"] for one in tuned if one["weights"] == name]
-    for kind in ("probes", "seeds", "intervals"):
+    for kind in ("probes", "seeds", "intervals", "few"):
         for file in (results / kind).glob("**/results.json"):
             networks = read_run(file).backbones
             found += [networks[name]["weights_sha256"]] if name in networks else []
-    assert len(found) >= 12  # five probes, one of them with two more seeds; five with intervals
+    assert len(found) >= 14  # five probes, one with two more seeds; six with intervals; few cores
     assert set(found) == {weights_hash(veca.load(name))}
 
 

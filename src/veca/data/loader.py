@@ -404,6 +404,8 @@ class Loader:
 
     def close(self) -> None:
         """End the worker processes; the loader starts them again when it is used again."""
+        if self._stream is not None:
+            self._stream.close()
         self._stream = None
 
     # -------------------------------------------------------------------------------------- state

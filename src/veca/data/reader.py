@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -143,7 +145,16 @@ class Stream:
     def start(self, jobs: Iterator[Job]) -> None:
         """Forget what was read ahead, and begin with these jobs."""
         self._queue.jobs = jobs
-        self._pieces = iter(self._loader)
+        pieces = iter(self._loader)
+        if pieces is not self._pieces:  # the same one again as long as its workers live
+            atexit.register(_end_workers, weakref.ref(pieces))
+        self._pieces = pieces
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pieces is not None:
+            _end_workers(weakref.ref(self._pieces))
+        self._pieces = None
 
     def next(self) -> Piece | None:
         """The next piece; None when the jobs have run out or none were started."""
@@ -181,3 +192,14 @@ def _begin(worker: int) -> None:
 def _let_pass(number: int, frame: object) -> None:
     """The first SIGTERM; the next ends this worker, as it ends the main process."""
     signal.signal(number, signal.SIG_DFL)
+
+
+def _end_workers(pieces: weakref.ref[Iterator[Piece]]) -> None:
+    """Have a data loader's workers leave, if it is still there.
+
+    At exit this comes before multiprocessing, which sends each worker one SIGTERM, and would wait
+    for ever for one that lets it pass.
+    """
+    end = getattr(pieces(), "_shutdown_workers", None)
+    if end is not None:
+        end()

@@ -10,7 +10,7 @@ from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
 
 FILE = "README.md"
-RESULTS = "## Results"
+RESULTS, _NEXT = "## Results", "## Architecture"
 _PAPER = "https://arxiv.org/abs/2605.12491"
 # Told in the text, or of no use to a reader of the card.
 _ELSEWHERE = {"teacher", "teachers", "data", "licence", "license", "budgets", "init"}
@@ -54,7 +54,7 @@ def model_card(
 def results_in(card: str) -> str:
     """What a card says under that heading; empty if nothing."""
     _, found, after = card.partition(f"\n{RESULTS}\n")
-    return after.partition("\n## ")[0].strip() if found else ""
+    return after.partition(f"\n{_NEXT}\n")[0].strip() if found else ""
 
 
 def _header(provenance: Mapping[str, Any], tags: Sequence[str]) -> str:
@@ -130,7 +130,7 @@ def _architecture(config: VecaConfig) -> str:
         "parameters": f"{facts.veca.parameters / 1e6:.1f} M",
         "image mean, deviation": f"{list(config.image_mean)}, {list(config.image_std)}",
     }
-    return "## Architecture\n\n" + _table(rows)
+    return f"{_NEXT}\n\n" + _table(rows)
 
 
 def _origin(provenance: Mapping[str, Any]) -> str:
