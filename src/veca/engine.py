@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from veca import rope
 from veca.attention import core_attention
-from veca.errors import InputError
+from veca.errors import InputError, at_least
 from veca.model import Block, CoreMove, Veca, VecaOutput, check_budget, check_finite, check_images
 from veca.rope import Rotation
 from veca.streams import side_stream
@@ -221,8 +221,7 @@ def compile_for_inference(
         raise InputError(
             f"graphs need a model on CUDA, this one is on {device}; model.cuda() first."
         )
-    if isinstance(cache, bool) or not isinstance(cache, int) or cache < 1:
-        raise InputError(f"cache must be a whole number of at least 1, got {cache!r}.")
+    cache = at_least("cache", cache)
     engine = InferenceEngine(
         model,
         dtype=dtype or (torch.bfloat16 if on_cuda else model.patch_embed.weight.dtype),

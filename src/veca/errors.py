@@ -50,6 +50,14 @@ def whole(value: object) -> int | None:
         return None
 
 
+def at_least(name: str, value: object, least: int = 1) -> int:
+    """`value`, called `name`, if it is a whole number of at least `least`."""
+    number = whole(value)
+    if number is None or number < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    return number
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """`name` in quotes, the nearest known name and all of them, for "unknown ..." messages."""
     known = sorted(known)

@@ -65,12 +65,18 @@ def test_info_of_saved_weights(capsys, weights):
     assert "cores" in capsys.readouterr().out
 
 
-def test_info_of_a_name_is_of_the_weights_at_hand(capsys):
+def test_info_of_a_name_is_of_the_weights_at_hand(capsys, tmp_path, monkeypatch):
     assert main(["info", "tiny", "--size", "64", "--cores", "8"]) == 0
     assert "weights veca_tiny_patch16: 5.8 M parameters" in capsys.readouterr().out
     assert main(["info", "base", "--size", "64", "--cores", "8"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "preset veca_base_patch16, without an output projection: 85.7 M" in said
+    # What lies here wins over a name, as for veca.load.
+    monkeypatch.chdir(tmp_path)
+    veca.save(veca.create_model("tiny", depth=2), "tiny")
+    assert main(["info", "tiny", "--size", "64", "--cores", "8"]) == 0
+    assert "weights tiny: 1." in capsys.readouterr().out
+    assert main(["info", "x" * 5000]) == 2
 
 
 def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):

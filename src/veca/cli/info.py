@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -113,11 +112,10 @@ def _config(model: str):  # type: ignore[no-untyped-def]
     """What is counted, in words, and its configuration: weights at hand, or else a preset."""
     from veca.config import PRESETS, preset
     from veca.errors import ConfigError
-    from veca.weights import read_config, store
-    from veca.weights.names import find
+    from veca.weights import read_config
+    from veca.weights.names import at_hand
 
-    path = Path(model).expanduser()  # what exists wins over a name, as in veca.load
-    held = path if path.exists() and store.holds_weights(path) else find(model)
+    held = at_hand(model)
     if held is not None:
         return f"weights {held.name}", read_config(held)
     try:

@@ -16,10 +16,10 @@ import torch
 from veca.collections import engine_local
 from veca.collections.extras import require
 from veca.collections.plan import Plan, Shard, locked, open_plan
-from veca.collections.settings import Settings, whole
+from veca.collections.settings import Settings
 from veca.collections.table import ShardRecord, finished_shards
 from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import ImageError, InputError, suggest
+from veca.errors import ImageError, InputError, at_least, suggest
 from veca.files import atomic_write_text
 from veca.images import Size
 from veca.model import Veca, evaluating
@@ -127,9 +127,9 @@ def embed(
     for name in needed:
         require(name, purpose, extra)
     if workers is not None:
-        whole("workers", workers, least=1 if engine == "ray" else 0)
+        workers = at_least("workers", workers, least=1 if engine == "ray" else 0)
     if threads is not None:
-        whole("threads", threads)
+        threads = at_least("threads", threads)
     images = open_source(source)  # before the weights, which may take a download
     # With Ray the model runs on the cluster; here it is only packed up.
     model, weights_from = _model(weights, "cpu" if engine == "ray" else device, precision)

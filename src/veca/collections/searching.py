@@ -25,12 +25,19 @@ from PIL import Image
 
 from veca.collections.compute import Compute, Decoder
 from veca.collections.extras import require
-from veca.collections.settings import Settings, whole
+from veca.collections.settings import Settings
 from veca.collections.table import finished_shards, read_manifest, read_paths, read_shard
 from veca.data.decode import EncodedImage
 from veca.data.errors import BadImageError
 from veca.data.shards import ShardSource
-from veca.errors import ImageError, InputError, OutputError, VecaError, WeightsError
+from veca.errors import (
+    ImageError,
+    InputError,
+    OutputError,
+    VecaError,
+    WeightsError,
+    at_least,
+)
 from veca.files import commit, temporary_beside
 from veca.html import Page
 from veca.images import Source, read_image
@@ -100,7 +107,7 @@ class Collection:
             exact: look at every row instead of asking the index. Needs no index and no usearch, and
                 reads the whole collection; the index finds nearly always the same.
         """
-        whole("top", top)
+        top = at_least("top", top)
         vector = _unit(_one_vector(query, self.settings.width)[None])[0]
         top = min(top, len(self))
         rows, scores = self._exact(vector, top) if exact else self._approximate(vector, top)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from veca.config import VecaConfig
-from veca.errors import InputError, suggest
+from veca.errors import InputError, at_least, suggest
 from veca.features.extract import DTYPES
 from veca.images import Size, target_size
 from veca.model import Veca, check_budget
@@ -64,8 +64,8 @@ class Settings:
             patches=bool(patches),
             dtype=dtype,
             precision=str(next(model.parameters()).dtype).removeprefix("torch."),
-            batch=whole("batch", batch),
-            shard_rows=whole("shard_rows", shard_rows),
+            batch=at_least("batch", batch),
+            shard_rows=at_least("shard_rows", shard_rows),
         )
 
     @classmethod
@@ -103,13 +103,6 @@ class Settings:
             for name, value in self.to_dict().items()
             if value != other[name]
         ]
-
-
-def whole(name: str, value: int, least: int = 1) -> int:
-    """`value`, if it is a whole number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-    return value
 
 
 def _short(value: object) -> str:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from veca.config import VecaConfig
-from veca.errors import ImageError, InputError, suggest
+from veca.errors import ImageError, InputError, at_least, suggest
 from veca.features.files import FORMATS
 from veca.features.outputs import Done, Folder, Output, SingleFile, write_failures
 from veca.features.pipeline import Item, Reading, Ready, gather, read_ahead
@@ -107,8 +107,8 @@ def extract(
         OutputError: `out` cannot be written.
     """
     start = time.perf_counter()
-    _check_whole("batch_size", batch_size)
-    workers = min(8, os.cpu_count() or 1) if workers is None else _check_whole("workers", workers)
+    batch_size = at_least("batch_size", batch_size)
+    workers = min(8, os.cpu_count() or 1) if workers is None else at_least("workers", workers)
     _check_choice("on_error", on_error, ("skip", "raise"))
     settings = _settings(model, cores, size, fit, what, dtype)
     paths = list(dict.fromkeys(_absolute(path) for path in find_images(sources)))
@@ -312,12 +312,6 @@ def _as_written(features: Tensor, dtype: str) -> np.ndarray[Any, Any]:
 def _absolute(path: Source) -> Path:
     """Without "..", so that a/../b/x.jpg and b/x.jpg are one image; links are not followed."""
     return Path(os.path.abspath(path))  # noqa: PTH100
-
-
-def _check_whole(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number of at least 1, got {value!r}.")
-    return value
 
 
 def _check_choice(what: str, value: object, known: Collection[str]) -> None:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.errors import InputError
+from veca.errors import InputError, whole
 from veca.images import Size, Source, preprocess, read_image
 from veca.model import Veca, check_budget, evaluating
 
@@ -157,7 +157,8 @@ def check_layers(model: Veca, layers: Sequence[int] | None) -> None:
     """Refuse layers that a model does not have."""
     depth = model.config.depth
     for layer in layers or ():
-        if isinstance(layer, bool) or not isinstance(layer, int) or not 1 <= layer <= depth:
+        number = whole(layer)
+        if number is None or not 1 <= number <= depth:
             raise InputError(f"layers are numbered 1 to {depth}, got {layer!r}.")
 
 

@@ -19,7 +19,7 @@ IN_A_CLONE = ("veca_small_patch16",)
 """Weights that lie in `weights/` of the repository: too large for the package."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")  # no folder has a longer one
 
 
 def find(name: str) -> Path | None:
@@ -62,9 +62,7 @@ def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) 
             f"hub id; got {source!r}."
         )
     text = os.fsdecode(source)
-    path = Path(text)
-    with contextlib.suppress(RuntimeError):  # "~someone" whom this machine does not know
-        path = path.expanduser()
+    path = _path(text)
     is_name = isinstance(source, str) and _NAME.fullmatch(text) and not text.endswith(store.SUFFIX)
     if _exists(path) and (store.holds_weights(path) or not is_name):
         return path
@@ -102,6 +100,18 @@ def _by_name(name: str, wanted: Sequence[str]) -> Path:
         f"yet; veca.create_model({name!r}) makes fresh ones, `veca distill` trains them, and "
         "`veca import` reads a checkpoint of the authors'."
     )
+
+
+def at_hand(source: str) -> Path | None:
+    """The weights on this machine that `locate` finds for a path or a name; None without any."""
+    path = _path(source)
+    return path if _exists(path) and store.holds_weights(path) else find(source)
+
+
+def _path(text: str) -> Path:
+    with contextlib.suppress(RuntimeError):  # "~someone" whom this machine does not know
+        return Path(text).expanduser()
+    return Path(text)
 
 
 def _exists(path: Path) -> bool:
