@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -124,6 +125,58 @@ def test_errors_of_workers_are_one_line(cluster, embed, images, tmp_path):
     with pytest.raises(DataError, match="100 images in a row cannot be read") as caught:
         embed(images, tmp_path / "out", engine="ray", workers=None, shard_rows=200)
     assert "\n" not in str(caught.value)
+
+
+class Unconnected:
+    """What stands for Ray before it has a cluster, and remembers which one was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, *, address: str, **settings: object) -> None:
+        self.asked.append(address)
+
+    def shutdown(self) -> None:
+        self.asked.append("shut down")
+
+
+def test_which_cluster_it_connects_to(monkeypatch):
+    """Without an address a new one: Ray would wait for the last one here, though it is gone."""
+    from veca.collections.engine_ray import _connect
+
+    unconnected = Unconnected()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = f"127.0.0.1:{server.getsockname()[1]}"
+        for variable, address in (("", None), ("", there), (there, None), (there, "auto")):
+            monkeypatch.setenv("RAY_ADDRESS", variable)
+            with contextlib.ExitStack() as stack:
+                _connect(unconnected, address, stack)
+    asked = ["local", there, there, "auto"]
+    assert unconnected.asked == [step for name in asked for step in (name, "shut down")]
+
+
+def test_a_cluster_that_is_gone(monkeypatch):
+    """Ray itself waits for it, five minutes and more."""
+    from veca.collections.engine_ray import _connect
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        gone = f"127.0.0.1:{server.getsockname()[1]}"
+    unconnected = Unconnected()
+    with (
+        pytest.raises(InputError, match=rf"no Ray cluster at {gone} \(.*refused"),
+        contextlib.ExitStack() as stack,
+    ):
+        _connect(unconnected, gone, stack)
+    monkeypatch.setenv("RAY_ADDRESS", f"ray://{gone}")
+    with (
+        pytest.raises(InputError, match=rf"no Ray cluster at ray://{gone} \(.*refused"),
+        contextlib.ExitStack() as stack,
+    ):
+        _connect(unconnected, None, stack)
+    assert not unconnected.asked
 
 
 def test_a_cluster_without_room(cluster, embed, images, tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,6 +34,7 @@ from veca.model import Veca, create_model
 
 _GPU_CPUS = 4  # of a worker with a GPU: threads that decode
 _STARTS_THAT_MAY_FAIL = 5  # of workers in a row, before Ray gives up
+_ANSWER_SECONDS = 10.0  # for a cluster to take a connection
 
 
 def run(
@@ -157,20 +159,28 @@ def _connect(ray: Any, address: str | None, stack: ExitStack) -> None:
     """Use the cluster this process is connected to, or connect to one until the end."""
     if ray.is_initialized():
         return
+    # "local", since without an address Ray looks for the last cluster that ran on this machine,
+    # and waits for minutes if that was killed.
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
+    here = {"include_dashboard": False} if address == "local" else {}
     try:
-        ray.init(
-            address=address,
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-            **({} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}),
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        _answers(address)
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False, **here)
+    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+        where = "this machine" if here else address
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"no Ray cluster at {address or os.environ.get('RAY_ADDRESS', 'this machine')} "
-            f"({str(error).splitlines()[0]}); start one with `ray start --head`, or leave out the "
-            "address."
+            f"no Ray cluster at {where} ({reason}); start one with `ray start --head`, or leave "
+            "out the address."
         ) from error
     stack.callback(ray.shutdown)
+
+
+def _answers(address: str) -> None:
+    """OSError where nothing listens at host:port: Ray itself would wait for minutes."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
 
 
 def _set(data: Any, stack: ExitStack, name: str, value: object) -> None:
