@@ -101,6 +101,18 @@ class TestFrame:
         for tile, pixels in zip(shown.tiles, shown.pixels, strict=True):
             assert torch.equal(pixels, cut(whole, tile))
 
+    def test_windows_slide_along_exact_sides(self):
+        """Short side 512 and windows of 512, as published: 480 x 640 becomes 512 x 683."""
+        view = FrameView(WindowView(512, 512, 341, "bicubic"), 16)
+        assert view.frame((480, 640)) == (512, 683)
+        assert view.frame((500, 333)) == (769, 512)
+        assert view.frame((512, 512)) == (512, 512)
+        own_size = FrameView(WindowView(0, 32, 20, "bicubic"), 16)
+        assert own_size.frame((45, 27)) == (45, 32)  # 27 is seen whole, and goes onto the grid
+        shown = own_size.show(gradient(45, 27))
+        assert {tuple(pixels.shape) for pixels in shown.pixels} == {(3, 32, 32)}
+        assert [tile.top for tile in shown.tiles] == [0, 13]
+
     def test_bad_settings(self):
         with pytest.raises(ProbeError, match=r"window|multiple"):
             FrameView(WindowView(64, 40, 20, "bicubic"), 16)

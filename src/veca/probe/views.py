@@ -75,9 +75,10 @@ class SquareView:
 
 @dataclass(frozen=True)
 class FrameView:
-    """A whole image on the grid, seen at once or through sliding windows; for dense tasks.
+    """A whole image, seen at once or through sliding windows; for dense tasks.
 
-    `image_crop` cuts the image first; `flip` shows every tile mirrored as well.
+    What the backbone sees is on the grid: the windows, or else the image itself. `image_crop` cuts
+    the image first; `flip` shows every tile mirrored as well.
     """
 
     settings: WindowView
@@ -92,16 +93,27 @@ class FrameView:
     def describe(self) -> dict[str, Any]:
         crop = None if self.image_crop is None else dataclasses.asdict(self.image_crop)
         settings = dataclasses.asdict(self.settings)
+        if self.settings.window:
+            settings["sides"] = "exact"  # told from features of a time when they were on the grid
         return {
             "view": "frame", **settings, "cell": self.cell, "image_crop": crop, "flip": self.flip
         }  # fmt: skip
 
     def frame(self, size: Size) -> Size:
-        """The size that an image of `size` (already cropped) is resized to, on the grid."""
-        side = self.settings.size or None
+        """The size that an image of `size` (already cropped) is resized to.
+
+        A side that windows slide along keeps its exact length; one that is seen whole is brought
+        onto the grid.
+        """
+        side, window = self.settings.size or None, self.settings.window
         if side is not None and side < self.cell:
             raise ProbeError(f"view.size {side} is below one cell of {self.cell} pixels.")
-        height, width = target_size(*size, side, "resize", self.cell)
+        exact = size if side is None else short_side(*size, side)
+        fitted = target_size(*size, side, "resize", self.cell)
+        height, width = (
+            length if window and length >= window else on_grid
+            for length, on_grid in zip(exact, fitted, strict=True)
+        )
         if height * width > MAX_PIXELS:
             raise ProbeError(
                 f"an image of {size[0]} x {size[1]} pixels would be shown at {height} x {width}; "
