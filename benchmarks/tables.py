@@ -21,7 +21,14 @@ DOCUMENTS = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("choosing-a-budget", "performance", "results", "training-log")
+        for name in (
+            "choosing-a-budget",
+            "embedding",
+            "export",
+            "performance",
+            "results",
+            "training-log",
+        )
     ),
     "weights/veca_small_patch16/README.md",
     "src/veca/assets/weights/veca_tiny_patch16/README.md",
@@ -164,6 +171,36 @@ def cpu(rows: Rows) -> str:
     )
 
 
+def embed(rows: Rows) -> str:
+    (row,) = rows
+    contenders = {
+        "`veca embed`, from reading the weights to the last shard": "embed",
+        "the bare model on tensors in memory, a batch on each thread": "bare",
+        "the bare model, one batch at a time on both threads": "bare, all threads",
+        "the decoder alone": "decoder",
+    }
+    return table(
+        ["", "images/s", "CPU ms an image"],
+        [
+            [text, number(row[f"{name} images/s"]), number(row[f"{name} CPU ms/image"])]
+            for text, name in contenders.items()
+        ],
+    )
+
+
+def export_speed(rows: Rows) -> str:
+    return table(
+        ["cores", "torch, ms", "a file for this budget", "a file for any budget"],
+        [
+            [
+                r["cores"],
+                *(number(r[f"{name} ms"]) for name in ("torch", "fixed budget", "open budget")),
+            ]
+            for r in rows
+        ],
+    )
+
+
 def _stage(students: dict[str, tuple[str, str]], by: str) -> Callable[[Rows], str]:
     """A table of students, each a run and a name in it, by "samples" or by "size"."""
     return partial(learning.stage, students=students, by=by)
@@ -182,6 +219,8 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "distill": ("distill", distillation),
     "recorded": ("recorded", recorded),
     "cpu": ("cpu", cpu),
+    "embed": ("embed", embed),
+    "export-speed": ("export_speed", export_speed),
     "probes": ("probes", scores.probes),
     "probes-short": ("probes", scores.probes_short),
     "control": ("control", scores.control),

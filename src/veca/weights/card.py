@@ -73,8 +73,8 @@ def _title(config: VecaConfig, name: str, budgets: Sequence[int] | None) -> str:
     trained = ""
     if budgets and min(budgets) > 1:
         trained = (
-            f" Trained with {min(budgets)} cores and more; fewer run, too, but nothing has taught "
-            "them."
+            f" Trained with {min(budgets)} cores and more; smaller budgets run, but were not "
+            "trained."
         )
     return (
         f"# {name.rstrip('/').rpartition('/')[2]}\n\n"
@@ -104,7 +104,7 @@ out = model(batch.pixels, cores={budget})
 out.cls, out.patches, out.feature_map()
 ```
 
-With transformers (`pip install 'veca[hf]'`):
+With transformers (the extra `hf`; in a clone `pip install '.[hf]'`):
 
 ```python
 import veca.integrations.transformers  # registers the classes
