@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from contextlib import ExitStack
 
 import numpy as np
@@ -107,12 +109,22 @@ def test_only_what_is_new_is_computed(dataset, tmp_path, stack):
     assert (summary.computed, summary.reused) == (1, 1)
 
 
-@pytest.mark.parametrize("change", ["image", "label", "subset", "view", "weights", "dtype"])
+CHANGES = ["image", "pixels", "copy", "label", "subset", "view", "weights", "dtype"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_whatever_changes_the_numbers_changes_the_entry(dataset, tmp_path, stack, change):
     run(dataset, [Want(sets.backbone(), square(), GLOBAL)], tmp_path / "c", stack)
     backbone, view, indices = sets.backbone(), square(), None
     if change == "image":
         sets.photo(dataset.root / dataset.ids[0], np.zeros((30, 30, 3), dtype=np.uint8))
+    if change == "pixels":  # another image of the same number of bytes, no newer than the first
+        path = dataset.root / dataset.ids[0]
+        there = path.stat()
+        path.write_bytes(path.read_bytes()[:-1] + b"\0")
+        os.utime(path, ns=(there.st_atime_ns, there.st_mtime_ns - 10**9))
+    if change == "copy":  # perhaps a distorted one
+        shutil.copytree(dataset.root, tmp_path / "copy")
     if change == "label":
         (dataset.root / dataset.ids[0]).rename(dataset.root / "train/red/new.png")
     if change == "subset":
@@ -123,8 +135,9 @@ def test_whatever_changes_the_numbers_changes_the_entry(dataset, tmp_path, stack
         backbone = sets.backbone(seed=1)
     if change == "dtype":
         backbone.model.to(torch.float64)
-    if change in ("image", "label"):
-        dataset = open_dataset("folder", dataset.root, "train")
+    if change in ("image", "pixels", "copy", "label"):
+        root = tmp_path / "copy" if change == "copy" else dataset.root
+        dataset = open_dataset("folder", root, "train")
     _, summary = run(
         dataset, [Want(backbone, view, GLOBAL)], tmp_path / "c", stack, indices=indices
     )

@@ -262,6 +262,7 @@ def _key(dataset: Dataset, indices: Sequence[int], want: Want, settings: Extract
         "dataset": dataset.name,
         "split": dataset.split,
         "data": dataset.fingerprint(),
+        "files": dataset.state_on_disk(),
         "images": digest([dataset.ids[i] for i in indices]),
         "view": want.view.describe(),
         "features": want.kind,

@@ -7,6 +7,7 @@ but not on the disk is an error at once, not in the middle of an evaluation.
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from PIL import Image
 from veca.errors import VecaError, suggest
 from veca.images import read_image
 from veca.probe.datasets.info import TASKS, Check, DatasetError, DatasetInfo, SplitCheck
-from veca.probe.datasets.tree import Tree, file_size
+from veca.probe.datasets.tree import Tree, file_size, file_state
 
 __all__ = [
     "IGNORE_INDEX",
@@ -86,6 +87,7 @@ class Dataset(ABC):
         self._load(tree)
         self._contents = tree.contents
         self._fingerprint: str | None = None
+        self._state: str | None = None
         self._look_over()
 
     @abstractmethod
@@ -179,6 +181,20 @@ class Dataset(ABC):
 
     def _hash_image(self, i: int) -> str:
         return str(file_size(self.image_path(i)))
+
+    def state_on_disk(self) -> str:
+        """A hash (hex) of where the image files are, their sizes and when each was changed.
+
+        What features kept from earlier runs go by: unlike the fingerprint it tells a changed image
+        of the same size, and another copy of the dataset.
+        """
+        if self._state is None:
+            digest = hashlib.sha256(os.fsencode(self.root.resolve()))
+            for path in dict.fromkeys(self.image_path(i) for i in range(len(self))):
+                found = file_state(path)
+                digest.update(f"\0{found.st_size}\0{found.st_mtime_ns}".encode())
+            self._state = digest.hexdigest()
+        return self._state
 
     @classmethod
     def check(

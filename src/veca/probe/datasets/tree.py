@@ -178,8 +178,12 @@ def cannot_list(error: OSError) -> DatasetError:
 
 
 def file_size(path: Path) -> int:
+    return file_state(path).st_size
+
+
+def file_state(path: Path) -> os.stat_result:
     try:
-        return path.stat().st_size
+        return path.stat()
     except OSError as error:
         reason = error.strerror or error
         raise DatasetError(f"{path}: cannot be looked at ({reason}); restore the file") from error
