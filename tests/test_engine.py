@@ -52,6 +52,35 @@ def test_later_changes_of_the_model_do_not_reach_the_engine(tiny):
     assert torch.equal(engine(images).patches, before)
 
 
+class Adapted(torch.nn.Module):
+    """A layer with something added, whose weights look like the layer's own."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + 1.0
+
+
+@pytest.mark.parametrize("name", ["attn.q", "ffn.down", "project", "nothing"])
+def test_layers_that_do_more_than_their_weights_are_refused(name):
+    """Packed without a word they would do less."""
+    model = stirred(create_model(SMALLEST, output_width=20)).eval()
+    if name == "nothing":
+        torch.nn.utils.parametrizations.weight_norm(model.blocks[0].attn.v)  # its weight is right
+        images = torch.randn(1, 3, 32, 32)
+        with torch.no_grad():
+            expected = model(images).patches
+        torch.testing.assert_close(compile_for_inference(model)(images).patches, expected)
+        return
+    name = name if name == "project" else f"blocks.1.{name}"
+    model.set_submodule(name, Adapted(model.get_submodule(name)))
+    with pytest.raises(InputError, match=rf"{name} is a Adapted instead of a Linear; merge"):
+        compile_for_inference(model)
+
+
 def test_bad_requests_are_named(tiny):
     engine = compile_for_inference(tiny, check_pixels=True)
     with pytest.raises(InputError, match="from 1 to 8"):

@@ -198,6 +198,14 @@ def test_sixteen_bit_colour_keeps_the_high_byte() -> None:
     assert pixels_of(read_image(png(1, 1, 16, 2, rows))) == [[(0x12, 0x80, 0xFF)]]
 
 
+def test_integers_of_eight_bit_are_not_taken_for_dark_ones_of_sixteen() -> None:
+    image = Image.new("L", (2, 2), 200)
+    with pytest.raises(ImageError, match=r"mode I holds values up to 200, .*convert\('L'\)"):
+        read_image(image.convert("I"))
+    assert pixels_of(read_image(image.convert("I").convert("I;16"))) == [[(1,) * 3] * 2] * 2
+    assert pixels_of(read_image(Image.new("I", (2, 2)))) == [[(0,) * 3] * 2] * 2
+
+
 @pytest.mark.parametrize("values", [[0, 70000], [-1, 5]])
 def test_integers_beyond_sixteen_bit_are_refused(values: list[int]) -> None:
     with pytest.raises(ImageError, match=r"holds values .*expected 0\.\.65535.*rescale"):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch._subclasses import FakeTensorMode
+from torch.func import functional_call, grad, jvp, vmap
 
 from conftest import SMALLEST, stirred
 from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, cost, create_model, preprocess
@@ -34,6 +36,51 @@ def test_every_preset_builds_and_runs(name):
         model = Veca(PRESETS[name])
     out = model.train()(torch.empty(1, 3, 32, 48, device="meta"), cores=8)
     assert out.patches.shape == (1, 6, PRESETS[name].width)
+
+
+def test_shapes_without_values(tiny):
+    """Meta and fake tensors have no pixels to look at."""
+    with torch.device("meta"):
+        model = Veca(SMALLEST).eval()
+        assert model(torch.empty(IMAGES)).patches.shape == (2, 12, 32)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert tiny(torch.empty(IMAGES)).patches.shape == (2, 12, 32)
+
+
+@pytest.mark.parametrize("keep", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_torch_counts_its_flops(tiny, keep):
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton; see tests/interpreter.py
+
+    with FlopCounterMode(display=False) as counter, keep():
+        tiny(torch.randn(IMAGES))
+    assert counter.get_total_flops() > 0
+
+
+def test_gradients_of_each_image_by_torch_func(tiny):
+    weights = {name: p.detach() for name, p in tiny.named_parameters()}
+    images = torch.randn(IMAGES)
+
+    def loss(weights, image):
+        out = functional_call(tiny, weights, (image[None],), {"cores": 3})
+        return out.patches.square().mean() + out.cls.sum()
+
+    found = vmap(grad(loss), (None, 0))(weights, images)
+    for i in range(len(images)):
+        tiny.zero_grad()
+        out = tiny(images[i : i + 1], cores=3)
+        (out.patches.square().mean() + out.cls.sum()).backward()
+        for name, p in tiny.named_parameters():
+            torch.testing.assert_close(found[name][i], p.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
+def test_derivatives_along_a_direction_by_torch_func(tiny):
+    tiny = tiny.double()
+    images, direction = torch.randn(2, *IMAGES, dtype=torch.float64)
+    _, along = jvp(lambda x: tiny(x, cores=3).cls, (images,), (direction,))
+    step = 1e-6 * direction
+    slope = (tiny(images + step, cores=3).cls - tiny(images - step, cores=3).cls) / 2e-6
+    torch.testing.assert_close(along, slope, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("cores", [1, 3, 8])

@@ -17,6 +17,7 @@ from typing import cast as cast_to
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import is_parametrized
 
 from veca import rope
 from veca.attention import core_attention
@@ -106,6 +107,8 @@ class InferenceEngine:
         return plan
 
     def _pack(self, model: Veca) -> None:
+        _check_plain(model)
+
         def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
             return tuple(t.detach().to(self.dtype, copy=True).contiguous() for t in tensors)
 
@@ -207,7 +210,8 @@ def compile_for_inference(
 
     Args:
         size, cores, batch: prepare these now (pixels, one or several budgets, images a batch);
-            without `size`, each shape is prepared at its first use.
+            without `size`, each shape is prepared at its first use. The budget of a call is its
+            own `cores` all the same, by default the whole bank.
         dtype: of the weights and activations; default bfloat16 on CUDA, the model's elsewhere.
         compile, graphs: torch.compile the blocks, replay CUDA graphs; default yes on CUDA.
         cache: how many (batch, size, budget) stay prepared.
@@ -234,6 +238,23 @@ def compile_for_inference(
         for budget in cores if isinstance(cores, Sequence) else [cores]:
             engine.prepare(batch, size, budget)
     return engine
+
+
+def _check_plain(model: Veca) -> None:
+    """Refuse a model in which something stands around or in place of a layer (adapters, say).
+
+    Only weights are packed, so that what else it does would be left out without a word.
+    """
+    with torch.device("meta"):
+        plain = Veca(model.config)
+    for name, expected in plain.named_modules():
+        found = model.get_submodule(name)
+        if type(found) is not type(expected) and name and not is_parametrized(found):
+            raise InputError(
+                f"compile_for_inference packs plain layers, and {name} is a "
+                f"{type(found).__name__} instead of a {type(expected).__name__}; merge adapters "
+                "into the weights first, or call the model itself."
+            )
 
 
 def _pack_block(

@@ -114,6 +114,7 @@ def _read(source: Source, name: str, max_pixels: int) -> Image.Image:
         with contextlib.ExitStack() as stack:
             if isinstance(source, Image.Image):
                 image = source
+                _check_depth(image)
             elif isinstance(source, (np.ndarray, Tensor)):
                 image = _from_array(source)
             else:
@@ -189,6 +190,21 @@ def _check_area(width: int, height: int, max_pixels: int) -> None:
             f"{height} x {width} is {width * height:,} pixels, more than the limit "
             f"max_pixels={max_pixels:,}; scale it down, or raise max_pixels if you trust the image"
         )
+
+
+def _check_depth(image: Image.Image) -> None:
+    """Refuse integers made in memory that may be of 8 bit: as 16-bit ones they would be black.
+
+    Of a file the format tells the depth.
+    """
+    if image.mode == "I" and image.format is None and 0 not in image.size:
+        values = np.asarray(image)
+        high = int(values.max())
+        if values.min() >= 0 and 0 < high <= 255:
+            raise ImageError(
+                f"greyscale of mode I holds values up to {high}, of 8 bit or very dark ones of 16; "
+                "say which, with image.convert('L') or image.convert('I;16')"
+            )
 
 
 def _from_array(source: np.ndarray[Any, Any] | Tensor) -> Image.Image:

@@ -16,6 +16,7 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,7 @@ from veca import rope
 from veca.attention import BACKENDS, core_attention
 from veca.config import VecaConfig, preset
 from veca.errors import InputError, suggest, whole
-from veca.rope import Rotation
+from veca.rope import Rotation, transformed
 
 ATTENTION_KINDS = ("softmax", "norm")
 CPU_ROWS = 512
@@ -67,7 +68,7 @@ class CoreBank(nn.Module):
         with torch.no_grad():
             self.coordinates.copy_(spread_points(self.coordinates.shape[0]).atanh())
 
-    def forward(self, budget: int) -> tuple[Tensor, Tensor]:
+    def prefix(self, budget: int) -> tuple[Tensor, Tensor]:
         """The first `budget` tokens [C, D] and their raw coordinates [C, 2]."""
         return self.tokens[:budget], self.coordinates[:budget]
 
@@ -349,7 +350,7 @@ class Veca(nn.Module):
         patches = self.patch_embed(images.to(self.patch_embed.weight.dtype))
         height, width = patches.shape[-2:]
         patches = patches.flatten(2).transpose(1, 2)
-        tokens, raw = self.bank(budget)
+        tokens, raw = self.bank.prefix(budget)
         tokens = tokens.expand(patches.shape[0], -1, -1).to(patches.dtype)
         x = torch.cat([tokens, patches], dim=1)
 
@@ -362,7 +363,8 @@ class Veca(nn.Module):
             )
         patch_rotation = rope.rotation(patch_xy.unsqueeze(0), periods)
 
-        raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0)
+        # A copy: without gradients, views of parameters trip up torch's counter of FLOPs.
+        raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0).clone()
         for number, block in enumerate(self.blocks[:last], start=1):
             if number > 1:
                 raw = self.moves[number - 2](raw, x[:, :budget])
@@ -520,8 +522,10 @@ def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, i
 
 
 def check_finite(images: Tensor) -> None:
-    """Refuse NaN and infinite pixels. Skipped while tracing, where values are not known."""
+    """Refuse NaN and infinite pixels. Skipped where values are not known, as in tracing."""
     if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    if images.is_meta or isinstance(images, FakeTensor) or transformed(images):
         return
     # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
     # own only with pixels far outside any normalisation, hence the second, exact look.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 
 class Rotation(NamedTuple):
@@ -70,14 +71,21 @@ def rotation(xy: Tensor, periods: Tensor) -> Rotation:
 def rotate(x: Tensor, tables: Rotation) -> Tensor:
     """Rotate the channel pairs of `x` [B, H, T, d] in float32 at least; the dtype is kept."""
     cos, sin = (_widened(table).unsqueeze(1) for table in tables)
-    if torch.compiler.is_compiling() or x.device.type in ("mps", "meta"):
-        # Compilers fuse real arithmetic and cannot see through complex numbers.
+    real = torch.compiler.is_compiling() or x.device.type in ("mps", "meta")
+    if real or transformed(x) or transformed(cos):
+        # Compilers fuse real arithmetic and cannot see through complex numbers; torch.func cannot
+        # see through `_Rotate`.
         even, odd = _widened(x).unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return turned.flatten(-2).to(x.dtype)
     if not torch.is_grad_enabled():
         return _turn(x, torch.complex(cos, sin))
     return _Rotate.apply(x, cos, sin)
+
+
+def transformed(x: Tensor) -> bool:
+    """Whether `x` is inside torch.func.grad, jvp, vmap or the like."""
+    return not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x)
 
 
 class _Rotate(torch.autograd.Function):

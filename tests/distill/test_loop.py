@@ -511,6 +511,9 @@ def test_a_scale_of_another_global_size_is_refused(tmp_path) -> None:
     again = settings(teachers=[other], student=student)
     with pytest.raises(DistillError, match="at global_size 0, here it is 48"):
         distill(again, tmp_path / "2", teachers=[teacher()])
+    plain = settings(teachers=[{**table, "standardise": False}], schedule={"steps": 4, "warmup": 0})
+    with pytest.raises(DistillError, match=r"standardised teachers \['colours'\], here it is \[\]"):
+        distill(plain, tmp_path / "1", teachers=[teacher()], resume=True)
     longer = settings(teachers=[other], schedule={"steps": 4, "warmup": 0})
     with pytest.raises(DistillError, match="colours's global_size 0, here it is 48"):
         distill(longer, tmp_path / "1", teachers=[teacher()], resume=True)

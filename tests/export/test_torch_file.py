@@ -130,3 +130,20 @@ def test_the_tiny_preset(tmp_path):
         wanted = model(images).patches
     found = torch.export.load(entry.path).module()(images)["patches"]
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path):
+    """torch's own writer would end it, with C++ frames for a message."""
+    script = (
+        "import resource, sys, veca; from veca.export import export_model;"
+        "model = veca.create_model('tiny', depth=1).eval();"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));"
+        "export_model(model, sys.argv[1], to='torch-export', cores=8, size=(32, 32))"
+    )
+    pytest.importorskip("resource")
+    found = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True
+    )
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1].startswith("veca.errors.OutputError: cannot write ")
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from veca.attention import reference, sdpa, triton
 from veca.errors import InputError, suggest
-from veca.rope import Rotation
+from veca.rope import Rotation, transformed
 
 BACKENDS = ("auto", "reference", "sdpa", "triton")
 """Who computes attention: the definition, torch, our kernels, or the fastest that fits."""
@@ -64,7 +64,8 @@ def default_backend(device: torch.device | str) -> Choice:
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, num_cores: int, patch_rotation: Rotation | None, backend: str
 ) -> Callable[..., Tensor]:
-    if backend == "reference":
+    # Inside torch.func every derivative may be asked for, and only the definition has them all.
+    if backend == "reference" or (backend == "auto" and transformed(q)):
         return reference.core_attention
     if backend == "sdpa":
         return sdpa.core_attention

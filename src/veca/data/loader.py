@@ -459,7 +459,8 @@ class Loader:
                 if state[name] != mine:
                     raise DataError(
                         f"the state belongs to other data: its {name} is {state[name]}, here it is "
-                        f"{mine}; resume with the same images and seed, or pass strict=False."
+                        f"{mine}; resume with the same images and seed (load_state_dict takes "
+                        "strict=False to go on all the same)."
                     )
         self._step, self._position = int(state["step"]), int(state["position"])
         self._last = None

@@ -36,9 +36,9 @@ class MemoryEstimate:
 
 
 def describe(
-    config: DistillConfig, plan: Plan, cohort: Cohort, data: Data, world: World
+    config: DistillConfig, plan: Plan, cohort: Cohort, data: Data, world: World, done: int = 0
 ) -> list[str]:
-    """The run in words, one fact a line."""
+    """The run in words, one fact a line; `done` steps of it were done before."""
     teaching = cohort.teaching
     sizes = ", ".join(f"{size} px x {plan.sizes.batches[size]}" for size in plan.sizes.sizes)
     budgets = ", ".join(map(str, plan.budgets.budgets))
@@ -51,7 +51,7 @@ def describe(
     precision = "bfloat16 autocast" if cohort.main.half else "float32"
     cooling = f", {plan.cooldown:,} of cool-down" if plan.cooldown else ""
     return [
-        *(_student_line(name, trainer) for name, trainer in cohort.trainers.items()),
+        *(_student_line(name, trainer, done) for name, trainer in cohort.trainers.items()),
         *(_teacher_line(teaching, i) for i in range(len(teaching.lessons))),
         f"images: {data.images:,} to train on; validation: {data.split}",
         f"steps: {plan.steps:,} ({plan.warmup:,} of warm-up{cooling}), about {samples:,} samples, "
@@ -63,11 +63,13 @@ def describe(
     ]
 
 
-def _student_line(name: str, trainer: Trainer) -> str:
+def _student_line(name: str, trainer: Trainer, done: int) -> str:
     c = trainer.architecture
     start = f"from {trainer.settings.init}" if trainer.settings.init else "fresh"
     if trainer.start.patch_from:
         start += f", patch convolution of {trainer.start.patch_from}"
+    if done:
+        start = f"after {done:,} steps"
     tokens = "full attention" if trainer.dense else f"{c.num_cores} cores"
     parameters = sum(p.numel() for p in trainer.student.parameters())
     s = trainer.settings

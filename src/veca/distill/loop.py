@@ -182,7 +182,7 @@ class Run:
         else:
             self._find_statistics()
         self._write_run()
-        for line in describe(config, self.plan, self.cohort, self.data, world):
+        for line in describe(config, self.plan, self.cohort, self.data, world, self.done):
             self.follower.say(line)
 
     # -------------------------------------------------------------------------------- the loop
@@ -496,7 +496,7 @@ class Run:
         )
         return DivergedError(
             f"{error}; {where}. Lower optimizer.lr, set optimizer.clip, or look at the images of "
-            "that step."
+            "that step and at what the teacher makes of them."
         )
 
 
@@ -521,7 +521,7 @@ def _due(step: int, every: int) -> bool:
 
 def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:
     if stopped == "done":
-        return f"{steps} steps done; the student is in {final}"
+        return f"{done} steps done; the student is in {final}"
     why = "max_minutes is over" if stopped == "time" else "asked to stop"
     return (
         f"{why} at step {done} of {steps}; go on with --resume --out {out}. The student so far is "

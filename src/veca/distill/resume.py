@@ -44,6 +44,7 @@ def check_resume(checkpoint: Checkpoint, config: DistillConfig, cohort: Cohort, 
         ("optimizer", about["optimizer"], config.optimizer.name),
         ("teachers", about["teachers"], [lesson.name for lesson in teaching.lessons]),
         ("seed", about["seed"], config.seed),
+        ("standardised teachers", about["provenance"]["standardised"], _standardised(teaching)),
         *_global_sizes(teaching, about["provenance"]),
     ):
         if theirs != ours:
@@ -67,6 +68,11 @@ def _check_cooldown(checkpoint: Checkpoint, plan: Plan) -> None:
             f'step: veca.distill.export_checkpoint({out!r}, "trunk", which={begun}), then --set '
             "student.init=trunk --set schedule.warmup=0."
         )
+
+
+def _standardised(teaching: Teaching) -> list[str]:
+    """The teachers whose targets are: the student would not notice, but would learn others."""
+    return sorted(lesson.name for lesson in teaching.lessons if lesson.settings.standardise)
 
 
 def _global_sizes(teaching: Teaching, provenance: dict[str, Any]) -> list[tuple[str, int, int]]:

@@ -188,6 +188,12 @@ def open_teachers(
     """The teachers of the settings, or those given with the settings' weights."""
     wanted = config.teachers
     if given is not None:
+        for teacher in given:
+            if not isinstance(teacher, Teacher):
+                raise DistillError(
+                    f"teachers are objects of veca.teachers.Teacher, got {type(teacher).__name__}; "
+                    "veca.teachers.CallableTeacher makes one of a module or a function."
+                )
         named = wanted or tuple(TeacherConfig(name=teacher.name) for teacher in given)
         if len(named) != len(given):
             raise DistillError(

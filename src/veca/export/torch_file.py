@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -30,9 +31,12 @@ _KNOWN = re.compile(
 def write(program: torch.export.ExportedProgram, path: Path, facts: Mapping[str, Any]) -> None:
     """Write a program. The example it was traced with is left out: it would be stored pickled."""
     program._example_inputs = None  # type: ignore[assignment]
-    # A file object, because torch insists on a name ending in .pt2, which a temporary has not.
-    with quiet(), path.open("wb") as file:
-        torch.export.save(program, file, extra_files={FACTS: json.dumps(facts)})
+    # Into memory first: torch's writer ends the whole process where the disk is full, and insists
+    # on a name ending in .pt2, which a temporary has not.
+    content = io.BytesIO()
+    with quiet():
+        torch.export.save(program, content, extra_files={FACTS: json.dumps(facts)})
+    path.write_bytes(content.getbuffer())
 
 
 class TorchRunner:

@@ -53,8 +53,8 @@ class ClassificationDataset(Dataset):
         fault = f"no image of {len(empty):,} of {self.num_classes:,} classes ({shown})"
         if self.split == "train" and not self.options.get("allow_empty_classes", False):
             raise DatasetError(
-                f"{self.root}: the train split of {self.name} has {fault}; add some, or pass "
-                f"allow_empty_classes=True"
+                f"{self.root}: the train split of {self.name} has {fault}; add some, or allow "
+                "it: --option allow_empty_classes=true, in Python allow_empty_classes=True"
             )
         self._notes.append(fault)
 
