@@ -14,7 +14,7 @@ from PIL import Image
 import veca
 from conftest import stirred
 from veca import Veca, VecaConfig, create_model
-from veca.errors import ConfigError, ImageError, InputError, MissingExtraError
+from veca.errors import ConfigError, ImageError, InputError, MissingExtraError, WeightsError
 
 transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
 if int(transformers.__version__.split(".")[0]) < 5:
@@ -105,6 +105,8 @@ def test_a_budget_in_the_configuration(plain, saved, images):
         model(images, cores=17)
     with pytest.raises(InputError, match="multiples of the patch size"):
         model(images[..., :50])
+    with pytest.raises(InputError, match="from 1 to 16"):
+        transformers.AutoModel.from_pretrained(saved, cores=17)
 
 
 def test_gradient_checkpointing_keeps_the_gradients(plain, images):
@@ -189,6 +191,76 @@ def test_half_precision_and_shards(saved, plain, tmp_path):
     whole.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
     assert same(hf.VecaModel.from_pretrained(tmp_path / "shards").veca, plain)
+
+
+def halved(model):
+    """Weights that differ from those on the disk."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 0.5
+    return model
+
+
+def names_in(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def test_shards_replace_a_whole_file_and_back(saved, tmp_path):
+    model = halved(hf.VecaModel.from_pretrained(saved))
+    model.save_pretrained(saved, max_shard_size="100KB")
+    assert "model.safetensors" not in names_in(saved)
+    again = transformers.AutoModel.from_pretrained(saved)
+    assert same(again.veca, model.veca)
+    assert again.provenance["derived_from"]["teacher"] == PROVENANCE["teacher"]
+    assert "teacher" not in again.provenance
+    assert "differ from those whose origin follows" in (saved / "README.md").read_text()
+
+    again.save_pretrained(tmp_path / "copy")  # unchanged, so what is known of them is the same
+    found = veca.weights.read_provenance(tmp_path / "copy")
+    assert found["derived_from"] == again.provenance["derived_from"]
+    halved(again).save_pretrained(saved)
+    assert not [name for name in names_in(saved) if "-of-" in name or "index" in name]
+    assert same(veca.load(saved), again.veca)
+
+
+def test_a_classifier_replaces_what_was_there(saved):
+    hf.VecaModel.from_pretrained(saved).save_pretrained(saved, max_shard_size="100KB")
+    model = transformers.AutoModelForImageClassification.from_pretrained(saved, num_labels=2)
+    halved(model).save_pretrained(saved)
+    assert names_in(saved) == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "preprocessor_config.json",
+    }
+    model.save_pretrained(saved, max_shard_size="100KB")
+    assert "model.safetensors" not in names_in(saved)
+    assert same(transformers.AutoModelForImageClassification.from_pretrained(saved), model)
+
+
+def test_a_variant_leaves_the_weights_beside_it_alone(saved, plain):
+    before = names_in(saved)
+    halved(hf.VecaModel.from_pretrained(saved)).save_pretrained(saved, variant="half")
+    assert names_in(saved) >= before | {"model.half.safetensors"}
+    assert same(veca.load(saved), plain)
+    assert veca.weights.read_provenance(saved)["steps"] == 12
+
+
+def test_folders_that_only_transformers_reads_say_so(saved, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = hf.VecaModel.from_pretrained(saved)
+    model.save_pretrained("shards", max_shard_size="100KB")
+    classifier = transformers.AutoModelForImageClassification.from_pretrained(saved, num_labels=2)
+    classifier.save_pretrained("classifier")
+    for name, message in [
+        ("shards", "split into shards, .*from_pretrained of transformers.*max_shard_size"),
+        ("classifier", "with classifier.bias, classifier.weight beside it, .*AutoModel keeps"),
+    ]:
+        for source in (name, tmp_path / name):
+            with pytest.raises(WeightsError, match=message):
+                veca.load(source)
+        transformers.AutoModel.from_pretrained(name).save_pretrained(f"{name}-plain")
+        assert same(veca.load(f"{name}-plain"), model.veca)
 
 
 def test_what_lies_there_is_kept(saved, tmp_path):
@@ -349,6 +421,15 @@ def test_what_the_processor_refuses(photo):
     for call, message in [
         (lambda: processor(np.zeros((8, 8, 3), np.float32)), r"dtype float32, expected 8-bit"),
         (lambda: processor(photo, do_rescale=False), "do_rescale=False"),
+        (lambda: processor(photo, do_center_crop=True), "do_center_crop=True .*no such step"),
+        (lambda: processor(photo, crop_size=224), "crop_size=224"),
+        (lambda: processor(photo, resample=0), "resample=0 .*always .*BICUBIC"),
+        (lambda: processor(photo, rescale_factor=1.0), r"rescale_factor=1\.0"),
+        (lambda: processor(photo, do_convert_rgb=False), "do_convert_rgb=False"),
+        (lambda: processor(photo, data_format="channels_last"), "data_format='channels_last'"),
+        (lambda: processor(photo, device="cuda"), "device='cuda'"),
+        (lambda: hf.VecaImageProcessor(do_center_crop=True), "do_center_crop=True"),
+        (lambda: processor(np.zeros((8, 8, 3), np.uint8), input_data_format="x"), "got 'x'"),
         (lambda: processor(photo, sise=3), "unknown option 'sise'"),
         (lambda: processor(photo, size={"longest_edge": 3}), "size must be"),
         (lambda: processor(photo, fit="stretch"), "unknown fit 'stretch'"),
@@ -357,6 +438,29 @@ def test_what_the_processor_refuses(photo):
     ]:
         with pytest.raises(ImageError, match=message):
             call()
+
+
+def test_options_that_are_done_anyway_or_by_the_call(photo):
+    done = {
+        "do_convert_rgb": True,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "resample": 3,
+        "do_center_crop": False,
+        "crop_size": None,
+        "data_format": "channels_first",
+        "device": torch.device("cpu"),
+        "processor_class": None,
+    }
+    processor = hf.VecaImageProcessor(do_resize=False, **done)
+    done.pop("processor_class")
+    found = processor(photo, patch_size=20, return_tensors="pt", **done).pixel_values
+    assert torch.equal(found, veca.preprocess(photo, patch_size=20).pixels)
+    assert tuple(found.shape[2:]) == (60, 100)
+
+    narrow = np.asarray(photo.resize((32, 3)))  # [3, 32, 3]: either side could be the colours
+    found = processor(narrow, fit="pad", input_data_format="channels_last").pixel_values
+    assert torch.equal(found, veca.preprocess(narrow, fit="pad").pixels)
 
 
 def test_the_processor_is_saved_and_found(saved, tmp_path):
@@ -397,6 +501,23 @@ def test_the_pipeline(plain, saved, photo, tmp_path):
     assert torch.equal(pipe(photo, pool=True, return_tensors=True), wanted.cls)
     batch = pipe([photo, photo], batch_size=2, return_tensors=True)
     assert [x.shape for x in batch] == [found.shape] * 2
+
+
+@torch.no_grad()
+def test_the_pipeline_reads_files_its_own_way_unless_they_are_read_before(saved, tmp_path):
+    size = {"height": 32, "width": 48}
+    hf.VecaImageProcessor(size=size).save_pretrained(saved)
+    glass = Image.new("RGBA", (48, 32), (255, 0, 0, 40))
+    deep = Image.fromarray(np.linspace(0, 65535, 48 * 32).astype(np.uint16).reshape(32, 48))
+    glass.save(tmp_path / "glass.png")
+    deep.save(tmp_path / "deep.png")
+    pipe = transformers.pipeline("image-feature-extraction", model=str(saved))
+    processor = transformers.AutoImageProcessor.from_pretrained(saved)
+    for name in ("glass.png", "deep.png"):
+        path = str(tmp_path / name)
+        wanted = pipe.model(**processor(path, return_tensors="pt")).pooler_output
+        read = veca.images.read_image(path)
+        assert torch.equal(pipe(read, pool=True, return_tensors=True), wanted)
 
 
 # ---------------------------------------------------------------------------------------------- hub

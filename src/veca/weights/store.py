@@ -32,6 +32,8 @@ FORMAT_VERSION = 1
 TENSORS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 FILES = (TENSORS, CONFIG, PROVENANCE)
 SUFFIX = ".safetensors"
+INDEX = f"{TENSORS}.index.json"
+"""Beside weights that transformers split into shards: which tensor is in which."""
 
 _MODEL_TYPE = "veca"
 # Fields that transformers adds to a config.json: about the file, and how its classes are used. They
@@ -97,7 +99,7 @@ def save_state(
         advice = "they are out of its range; save as bfloat16 or float32."
         ts.require_finite(state, f"the tensors to save, as {dtype}", advice)
 
-    record = _record(provenance, ts.content_hash(state))
+    record = full_record(provenance, ts.content_hash(state))
     metadata = {
         "format": "pt",
         _HEADER_CONFIG: json.dumps(_config_fields(config)),
@@ -114,8 +116,12 @@ def _config_fields(config: VecaConfig) -> dict[str, Any]:
     return {"model_type": _MODEL_TYPE, "format_version": FORMAT_VERSION, **config.to_dict()}
 
 
-def _record(provenance: Mapping[str, Any] | None, content: str) -> dict[str, Any]:
-    """The provenance to store; what is known for certain wins over what was passed in."""
+def full_record(provenance: Mapping[str, Any] | None, content: str) -> dict[str, Any]:
+    """The provenance to store; what is known for certain wins over what was passed in.
+
+    Args:
+        content: the hash of the tensors.
+    """
     if provenance is not None and not isinstance(provenance, Mapping):
         raise InputError(
             f"provenance must be a mapping of plain JSON values, got {type(provenance).__name__}."
@@ -287,14 +293,21 @@ def read_hash(path: Path) -> str:
 
 
 def holds_weights(path: Path) -> bool:
-    """Whether a path is a weights file, or a folder with one."""
-    return (path / TENSORS).is_file() if path.is_dir() else path.is_file()
+    """Whether a path is a weights file, or a folder with weights, be they in shards."""
+    if path.is_dir():
+        return any((path / name).is_file() for name in (TENSORS, INDEX))
+    return path.is_file()
 
 
 def tensors_file(path: Path) -> Path:
     """The safetensors file of a folder, or the file itself."""
     if path.is_dir():
         if not (path / TENSORS).is_file():
+            if (path / INDEX).is_file():
+                raise WeightsError(
+                    f"the folder {path} holds weights that transformers split into shards, which "
+                    f"veca.load does not read; {_resave('leave out max_shard_size')}."
+                )
             raise WeightsError(
                 f"the folder {path} holds no {TENSORS}; veca.save writes one, and `veca import` "
                 "makes one from a checkpoint of the authors'."
@@ -306,6 +319,13 @@ def tensors_file(path: Path) -> Path:
             "veca.import_official or `veca import`."
         )
     return path
+
+
+def _resave(how: str) -> str:
+    return (
+        "open it with AutoModel.from_pretrained of transformers and save_pretrained it to another "
+        f"folder ({how})"
+    )
 
 
 @contextmanager
@@ -358,8 +378,15 @@ def _check_layout(header: _Header, config: VecaConfig) -> None:
             f"{header.path}: {len(header.shapes)} tensors are too few for the configuration's "
             f"{config.depth} blocks; {_FETCH_AGAIN}."
         )
-    model = ts.blank(config, where=f"the configuration of {header.path}")
-    problems = ts.differences(header.shapes, ts.shapes(model.state_dict()))
+    expected = ts.shapes(ts.blank(config, where=f"the configuration of {header.path}").state_dict())
+    problems = ts.differences(header.shapes, expected)
+    if problems and all(f"{_MODEL_TYPE}.{name}" in header.shapes for name in expected):
+        more = [name for name in header.shapes if not name.startswith(f"{_MODEL_TYPE}.")]
+        beside = f", with {ts.listed(more)} beside it" if more else ""
+        raise WeightsError(
+            f"{header.path} holds the model under transformers' names{beside}, which veca.load "
+            f"does not read; {_resave('AutoModel keeps the plain model alone')}."
+        )
     if problems:
         raise WeightsError(
             f"{header.path}: the tensors do not fit the configuration; {'; '.join(problems)}."
@@ -405,6 +432,12 @@ def _parse_config(path: Path, text: str) -> VecaConfig:
         raise WeightsError(
             f"{path} has format version {version}, but this veca ({__version__}) reads up to "
             f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+        )
+    if "architecture" in fields and "model_type" not in fields:
+        raise WeightsError(
+            f"{path} was written by timm; open its folder with "
+            "timm.create_model('local-dir:FOLDER', pretrained=True) after `import "
+            "veca.integrations.timm`, and veca.save its .veca to load it here."
         )
     kind = fields.pop("model_type", _MODEL_TYPE)
     if kind != _MODEL_TYPE:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +24,19 @@ HUB_OPTIONS = ("repo_id", "commit_message", "commit_description", "private", "to
 """Options of `save_pretrained` that concern the hub."""
 
 _DOWNLOAD_OPTIONS = ("cache_dir", "revision", "token", "local_files_only", "subfolder", "proxies")
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def is_simple(
     model: Any,
     state: Mapping[str, Tensor],
-    max_shard_size: int | str,
     variant: str | None,
     options: Mapping[str, Any],
 ) -> bool:
-    """Whether a model goes into one file of plain tensors, which is what `veca.load` reads."""
-    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    """Whether a model is stored as plain tensors, which is what `veca.load` reads."""
     return (
         variant is None
-        and size <= _bytes(max_shard_size)
         and not getattr(model, "_hf_peft_config_loaded", False)
         and getattr(model, "hf_quantizer", None) is None
         and not options.get("distributed_checkpoint")
@@ -44,6 +44,12 @@ def is_simple(
         and not any(tensor.is_meta for tensor in state.values())
         and not any(hasattr(tensor, "full_tensor") for tensor in state.values())  # one rank's part
     )
+
+
+def fits_one_file(state: Mapping[str, Tensor], max_shard_size: int | str) -> bool:
+    """Whether transformers would not split the tensors."""
+    size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+    return size <= _bytes(max_shard_size)
 
 
 def _bytes(size: int | str) -> int:
@@ -62,14 +68,70 @@ def write_plain(
     provenance: Mapping[str, Any],
 ) -> None:
     """Tensors, configuration and provenance, as `veca.save` writes them."""
+    store.save_state(state, config.to_veca(), folder, provenance=_carried(provenance, state))
+    # A superset of what is there now; a crash before this leaves a folder that both still read.
+    files.atomic_write_text(folder / store.CONFIG, config.to_json_string(use_diff=True))
+    _remove_shards(folder)
+
+
+def write_provenance(
+    folder: Path, state: Mapping[str, Tensor], provenance: Mapping[str, Any]
+) -> None:
+    """The provenance beside tensors that are in shards, which have no place for it."""
+    record = store.full_record(_carried(provenance, state), ts.content_hash(state))
+    files.atomic_write_json(folder / store.PROVENANCE, record)
+
+
+def _carried(provenance: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the provenance that a model was loaded with says of its tensors now."""
     known = {k: v for k, v in provenance.items() if k not in ("file_sha256", "format_version")}
     recorded = known.get("tensors_sha256")
     if recorded is not None and recorded != ts.content_hash(state):
         # Trained on, or stored in another dtype: what is known of them holds no longer as it is.
         known = {"derived_from": known}
-    store.save_state(state, config.to_veca(), folder, provenance=known)
-    # A superset of what is there now; a crash before this leaves a folder that both still read.
-    files.atomic_write_text(folder / store.CONFIG, config.to_json_string(use_diff=True))
+    return known
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[None]:
+    """Remove older weights and their provenance once transformers has written newer ones.
+
+    It writes one file, or shards and an index, and leaves the other kind in place: an old file
+    beside a new index would be loaded. A save of adapters or of a variant, which lie beside the
+    weights, removes nothing.
+    """
+    whole, index = folder / store.TENSORS, folder / store.INDEX
+    old_whole, old_index = _stamp(whole), _stamp(index)
+    yield
+    if _stamp(index) != old_index:
+        for path in (*_shards(folder), index):
+            files.flush(path)  # on the disk before the old ones go
+        whole.unlink(missing_ok=True)
+    elif _stamp(whole) != old_whole:
+        _remove_shards(folder)
+    else:
+        return
+    (folder / store.PROVENANCE).unlink(missing_ok=True)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Changes whenever a file is written."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _remove_shards(folder: Path) -> None:
+    """Take away shards that a whole file has replaced; the index first, which is useless alone."""
+    (folder / store.INDEX).unlink(missing_ok=True)
+    for path in _shards(folder):
+        path.unlink(missing_ok=True)
+
+
+def _shards(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _SHARD.fullmatch(path.name)]
 
 
 def complete(folder: Path, config: VecaConfig, card: str) -> None:

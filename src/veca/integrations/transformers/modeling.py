@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections import deque
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,7 +25,7 @@ from transformers.utils import ModelOutput
 
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.model import Block, CoreBank, CoreMove, Veca, VecaOutput, spread_points
+from veca.model import Block, CoreBank, CoreMove, Veca, VecaOutput, check_budget, spread_points
 from veca.rope import Rotation
 from veca.weights import store
 from veca.weights.card import model_card
@@ -94,6 +95,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: VecaConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
+        check_budget(config.cores, config.num_cores)  # from_pretrained sets it unchecked
         self.veca = Veca(config.to_veca())
         self.provenance: dict[str, Any] = {}
 
@@ -177,22 +179,25 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         target = Path(save_directory)
         state = dict(self.state_dict() if state_dict is None else state_dict)
         whole = set(state) == set(self.state_dict())
-        simple = folders.is_simple(self, state, max_shard_size, variant, kwargs)
-        if self._is_plain and whole and simple:
+        simple = folders.is_simple(self, state, variant, kwargs)
+        plain = {n.removeprefix(_PREFIX): t for n, t in state.items()}
+        if self._is_plain and whole and simple and folders.fits_one_file(state, max_shard_size):
             if is_main_process:
-                plain = {n.removeprefix(_PREFIX): t for n, t in state.items()}
                 self.config.dtype = str(self.dtype).removeprefix("torch.")
                 self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
                 folders.write_plain(target, plain, self.config, self.provenance)
         else:
-            super().save_pretrained(
-                save_directory,
-                is_main_process=is_main_process,
-                state_dict=state_dict,
-                max_shard_size=max_shard_size,
-                variant=variant,
-                **kwargs,
-            )
+            with folders.replacing(target) if is_main_process else nullcontext():
+                super().save_pretrained(
+                    save_directory,
+                    is_main_process=is_main_process,
+                    state_dict=state_dict,
+                    max_shard_size=max_shard_size,
+                    variant=variant,
+                    **kwargs,
+                )
+            if is_main_process and self._is_plain and whole and simple:
+                folders.write_provenance(target, plain, self.provenance)
         if is_main_process:
             provenance = store.read_provenance(target) if self._is_plain and whole else {}
             card = model_card(

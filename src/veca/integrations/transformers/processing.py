@@ -21,6 +21,26 @@ from veca.images import FITS, IMAGENET_MEAN, IMAGENET_STD, preprocess
 from veca.integrations.transformers.configuration import VecaConfig
 from veca.weights.processor import FILE, SIDE
 
+_DONE: dict[str, Any] = {
+    "do_convert_rgb": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "resample": Image.Resampling.BICUBIC,
+    "default_to_square": True,
+    "do_center_crop": False,
+    "crop_size": None,
+    "do_pad": False,
+    "pad_size": None,
+    "data_format": "channels_first",
+    "device": "cpu",
+    "image_seq_length": None,
+}
+"""Options of transformers' processors that have no other value here: what is always done."""
+_OPTIONS = (
+    "options are do_resize, size, fit, do_normalize, image_mean, image_std, patch_size and "
+    "input_data_format"
+)
+
 
 class VecaImagesKwargs(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
     """Options beyond the usual ones."""
@@ -58,7 +78,8 @@ class VecaImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         patch_size: int = 16,
         **kwargs: Any,
     ) -> None:
-        for name in ("image_processor_type", "do_rescale", "rescale_factor", "do_convert_rgb"):
+        _check_done(kwargs)
+        for name in ("image_processor_type", *_DONE):
             kwargs.pop(name, None)  # said when saved, always so
         super().__init__(**kwargs)
         self.do_resize = do_resize
@@ -122,20 +143,20 @@ class VecaImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         image_mean: Sequence[float] | None = None,
         image_std: Sequence[float] | None = None,
         return_tensors: Any = None,
+        patch_size: int | None = None,
+        input_data_format: str | None = None,
         **kwargs: Any,
     ) -> BatchFeature:
         """`pixel_values` [B, 3, H, W] of one image or several; options as for the class.
 
         An image is a path, a URL, a Pillow image, or an 8-bit array or tensor with its colours
-        first or last; several are a list of those or one array with a batch axis.
+        first or last; several are a list of those or one array with a batch axis. Where the colours
+        are is told from the shape, or by `input_data_format` ("channels_first" or "channels_last").
         """
         unknown = [name for name in kwargs if name not in VecaImagesKwargs.__annotations__]
-        if unknown or kwargs.get("do_rescale") is False:
-            what = f"unknown option {unknown[0]!r}" if unknown else "do_rescale=False"
-            raise ImageError(
-                f"{what} for VecaImageProcessor: it takes 8-bit images and scales them to 0..1; "
-                "options are do_resize, size, fit, do_normalize, image_mean and image_std."
-            )
+        if unknown:
+            raise ImageError(f"unknown option {unknown[0]!r} for VecaImageProcessor; {_OPTIONS}.")
+        _check_done(kwargs)
         resize = self.do_resize if do_resize is None else do_resize
         normalise = self.do_normalize if do_normalize is None else do_normalize
         mean = self.image_mean if image_mean is None else image_mean
@@ -145,11 +166,11 @@ class VecaImageProcessor(BaseImageProcessor):  # type: ignore[misc]
                 image,
                 _pixels(self.size if size is None else size) if resize else None,
                 fit=_fit(self.fit if fit is None else fit),
-                patch_size=self.patch_size,
+                patch_size=self.patch_size if patch_size is None else patch_size,
                 mean=mean if normalise else (0.0, 0.0, 0.0),
                 std=std if normalise else (1.0, 1.0, 1.0),
             ).pixels[0]
-            for image in _listed(images)
+            for image in _listed(images, input_data_format)
         ]
         if not pixels:
             raise ImageError("no images given; expected at least one.")
@@ -165,20 +186,32 @@ class VecaImageProcessor(BaseImageProcessor):  # type: ignore[misc]
         )
 
 
-def _listed(images: Any) -> list[Any]:
+def _check_done(options: Mapping[str, Any]) -> None:
+    """Refuse options of transformers' whose value is not what is done anyway."""
+    for name, done in _DONE.items():
+        value = options.get(name)
+        if value is not None and value != done and str(value) != done:
+            always = "it has no such step" if done in (None, False) else f"it is always {done!r}"
+            raise ImageError(
+                f"{name}={value!r} cannot be asked of VecaImageProcessor ({always}); leave it out. "
+                f"The {_OPTIONS}."
+            )
+
+
+def _listed(images: Any, layout: str | None = None) -> list[Any]:
     """One image or several, as a list of what `veca.preprocess` reads."""
     if isinstance(images, (list, tuple)):
-        return [image for entry in images for image in _listed(entry)]
+        return [image for entry in images for image in _listed(entry, layout)]
     if isinstance(images, (np.ndarray, Tensor)):
         if images.ndim == 4:
-            return [_picture(image) for image in images]
-        return [_picture(images)]
+            return [_picture(image, layout) for image in images]
+        return [_picture(images, layout)]
     if isinstance(images, str) and images.startswith(("http://", "https://")):
         return [load_image(images)]
     return [images]
 
 
-def _picture(image: np.ndarray[Any, Any] | Tensor) -> Any:
+def _picture(image: np.ndarray[Any, Any] | Tensor, layout: str | None = None) -> Any:
     """An array or a tensor as `veca.preprocess` wants it, colours last; grey becomes a picture."""
     array = image.detach().cpu().numpy() if isinstance(image, Tensor) else image
     if array.dtype != np.uint8:
@@ -186,11 +219,21 @@ def _picture(image: np.ndarray[Any, Any] | Tensor) -> Any:
             f"an image of dtype {array.dtype}, expected 8-bit (uint8) values from 0 to 255; "
             "multiply by 255 and convert, or call the model on pixels that are normalised already."
         )
-    if array.ndim == 3 and array.shape[0] in (1, 3):
+    if array.ndim == 3 and _colours_first(array.shape, layout):
         array = array.transpose(1, 2, 0)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     return Image.fromarray(np.ascontiguousarray(array)) if array.ndim == 2 else array
+
+
+def _colours_first(shape: tuple[int, ...], layout: str | None) -> bool:
+    if layout is None:
+        return shape[0] in (1, 3)
+    if layout not in ("channels_first", "channels_last"):
+        raise ImageError(
+            f"input_data_format must be 'channels_first' or 'channels_last', got {layout!r}."
+        )
+    return layout == "channels_first"
 
 
 def _size(size: int | Mapping[str, int]) -> Mapping[str, int]:
