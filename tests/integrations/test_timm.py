@@ -9,12 +9,13 @@ import torch
 
 import veca
 from conftest import SMALLEST, stirred
-from veca.errors import InputError, MissingExtraError
+from veca.errors import InputError, MissingExtraError, WeightsError
 from veca.integrations import timm as ours
 from veca.integrations.timm import TimmVeca, take_indices
 
 try:
     import timm
+    import timm.models._hub as hub
 
     WHY_NOT = ""
 except Exception as error:  # a torchvision of another torch fails in more ways than ImportError
@@ -22,6 +23,10 @@ except Exception as error:  # a torchvision of another torch fails in more ways 
     WHY_NOT = f"timm does not import here: {type(error).__name__}: {error}"
 
 needs_timm = pytest.mark.skipif(timm is None, reason=WHY_NOT)
+needs_folders = pytest.mark.skipif(
+    timm is None or not hasattr(hub, "load_model_config_from_path") or not hub.has_hf_hub(),
+    reason=WHY_NOT or "this timm opens no folders, or does not know this huggingface_hub",
+)
 CONFIG = SMALLEST.replace(output_width=20)
 
 
@@ -77,6 +82,29 @@ def test_pooling_and_a_new_classifier(model, images):
     half = TimmVeca(CONFIG).to(torch.bfloat16)
     half.reset_classifier(2)
     assert half.head.weight.dtype == torch.bfloat16
+
+
+def test_the_head_takes_the_budget_of_the_tokens(model, images):
+    """Not that of the model: other tokens would count as patches, or patches as cores."""
+    model.reset_classifier(0, "avg")
+    model.cores = 6
+    wanted = model.veca(images, cores=3).patches.mean(dim=1)
+    tokens = model.forward_features(images, cores=3)
+    torch.testing.assert_close(model.forward_head(tokens), wanted)
+    torch.testing.assert_close(model.forward_head(tokens.clone(), cores=3), wanted)
+    torch.testing.assert_close(model.forward_head(model.forward_features(images)), model(images))
+    with pytest.raises(InputError, match="computed with 3 cores, got cores=4; leave it out"):
+        model.forward_head(tokens, cores=4)
+    model.cores = None
+    torch.testing.assert_close(model.forward_head(tokens), wanted)
+    with pytest.raises(InputError, match="8 tokens cannot be 8 cores and some patches"):
+        model.forward_head(tokens[:, :8].clone())
+
+
+def test_compiling_takes_a_budget(model, images):
+    model.reset_classifier(0, "avg")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images, 3), model(images, 3))
 
 
 def test_intermediates(model, images):
@@ -233,6 +261,73 @@ def test_pretrained_is_what_veca_loads(images, tmp_path, monkeypatch):
         timm.create_model(
             "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1
         )
+
+
+@needs_timm
+def test_pictures_are_normalised_as_the_weights_want(tmp_path):
+    half = (0.5, 0.5, 0.5)
+    veca.save(veca.create_model("tiny", image_mean=half, image_std=half), tmp_path)
+
+    def data_config(**options):
+        given = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(tmp_path), **options}}
+        return timm.data.resolve_model_data_config(timm.create_model("veca_tiny_patch16", **given))
+
+    assert (data_config()["mean"], data_config()["std"]) == (half, half)
+    assert data_config(mean=(0.1, 0.2, 0.3))["mean"] == (0.1, 0.2, 0.3)  # asked for
+
+    veca.save(veca.create_model("tiny", in_channels=4), tmp_path)
+    assert data_config()["input_size"] == (4, 256, 256)
+
+
+@needs_timm
+def test_shipped_weights_are_listed_and_tags_are_not_known():
+    assert "veca_tiny_patch16" in timm.list_models("veca*", pretrained=True)
+    for pretrained in (False, True):
+        with pytest.raises(InputError, match="no weights tagged 'foo'; leave the tag out"):
+            timm.create_model("veca_tiny_patch16.foo", pretrained=pretrained)
+
+
+@needs_folders
+@pytest.mark.parametrize("safe", [False, True])
+def test_folders_of_timm_come_back(images, tmp_path, safe):
+    plain = stirred(veca.create_model("tiny", output_width=24, image_mean=(0.5, 0.5, 0.5)))
+    veca.save(plain, tmp_path / "plain")
+    file = {"file": str(tmp_path / "plain")}
+    model = timm.create_model(
+        "veca_tiny_patch16",
+        pretrained=True,
+        pretrained_cfg_overlay=file,
+        num_classes=5,
+        cores=8,
+        global_pool="avg",
+    ).eval()
+    args = {"config": plain.config.to_dict(), "cores": 8, "global_pool": "avg"}
+    if "cores" in model._model_args:  # timm notes by itself how a model was made
+        args = None
+    timm.models.save_for_hf(model, tmp_path / "timm", model_args=args, safe_serialization=safe)
+    again = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
+    assert torch.equal(again(images), model(images))
+    assert (again.cores, again.veca.config) == (8, plain.config)
+    assert tuple(again.pretrained_cfg["mean"]) == (0.5, 0.5, 0.5)
+    bare = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True, num_classes=0)
+    assert torch.equal(bare.veca.norm.weight, plain.norm.weight)
+    if safe:
+        with pytest.raises(WeightsError, match="was written by timm; open its folder with"):
+            veca.load(tmp_path / "timm")
+
+
+@needs_folders
+def test_a_repository_of_timm_is_never_taken_for_the_shipped_weights(monkeypatch):
+    asked = []
+
+    def fetch(repository, **options):
+        asked.append(repository)
+        return TimmVeca(veca.PRESETS["veca_tiny_patch16"], num_classes=0).state_dict()
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fetch)
+    held = {"source": "hf-hub", "hf_hub_id": "me/mine", "num_classes": 0}
+    timm.create_model("veca_tiny_patch16", pretrained=True, pretrained_cfg=held)
+    assert asked == ["me/mine"]
 
 
 @needs_timm

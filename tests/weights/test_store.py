@@ -302,6 +302,7 @@ def test_tensors_of_another_tool(folder: Path, tiny: Veca) -> None:
         ('{"norm_eps": Infinity}', "norm_eps must be a finite number"),
         ('{"format_version": 2}', "format version 2.*reads up to 1; upgrade"),
         ('{"format_version": "x"}', "format_version must be a whole number"),
+        ('{"architecture": "veca_tiny_patch16"}', "was written by timm; open its folder"),
         ('{"model_type": "bert"}', "type 'bert', not 'veca'"),
         ('{"depth": 1000000000}', "too few"),
         ('{"width": 4000000000000, "heads": 1}', "too large to exist"),

@@ -10,21 +10,24 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from veca.config import PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, suggest
 from veca.model import Veca, check_budget
-from veca.weights import load, read_config
+from veca.weights import load, names, read_config
 
 __all__ = ["TimmVeca", "register"]
 
 POOLS = ("token", "avg", "max", "")
 """The first core, the mean or the maximum of the patches, or no pooling."""
 FORMATS = ("NCHW", "NLC")
+
+_BUDGET = "veca_cores"  # on tokens of `forward_features`: how many of them are cores
 
 default_cfgs: dict[str, Any] = {}  # filled by `register`; timm looks for it under this name
 
@@ -51,6 +54,8 @@ class TimmVeca(nn.Module):
         cores: the budget when a call names none; None means all. Can be set later, too.
         drop_rate: dropout before the classifier.
     """
+
+    _model_args: dict[str, Any]  # timm's: what it takes to build the model again, besides its name
 
     def __init__(
         self,
@@ -111,14 +116,23 @@ class TimmVeca(nn.Module):
     def forward_features(self, x: Tensor, cores: int | None = None) -> Tensor:
         """[B, C + N, D] cores, then patches row by row, after the final norm."""
         walk = self._walk(x, cores)
-        return self._norm(walk.tokens)
+        tokens = self._norm(walk.tokens)
+        if not torch.compiler.is_compiling():
+            setattr(tokens, _BUDGET, walk.budget)
+        return tokens
 
     def forward_head(self, x: Tensor, pre_logits: bool = False, cores: int | None = None) -> Tensor:
-        """From the tokens of `forward_features` to logits, or to what the classifier sees."""
+        """From the tokens of `forward_features` to logits, or to what the classifier sees.
+
+        Args:
+            cores: how many of the tokens are cores; by default what `forward_features` noted on
+                them. Tokens that were computed with since have lost the note: where it is not the
+                model's own budget, it has to be said.
+        """
         if self.global_pool == "token":
             x = x[:, 0]
         elif self.global_pool:
-            patches = x[:, self._budget(cores) :]
+            patches = x[:, self._budget_of(x, cores) :]
             x = patches.mean(dim=1) if self.global_pool == "avg" else patches.amax(dim=1)
         x = self.head_drop(x)
         return x if pre_logits else self.head(x)
@@ -212,6 +226,20 @@ class TimmVeca(nn.Module):
     def _budget(self, cores: int | None) -> int:
         return check_budget(self.cores if cores is None else cores, self.veca.config.num_cores)
 
+    def _budget_of(self, tokens: Tensor, cores: int | None) -> int:
+        noted = getattr(tokens, _BUDGET, None)
+        budget = self._budget(noted if cores is None else cores)
+        if noted not in (None, budget):
+            raise InputError(
+                f"these tokens were computed with {noted} cores, got cores={cores}; leave it out."
+            )
+        if tokens.shape[1] <= budget:
+            raise InputError(
+                f"{tokens.shape[1]} tokens cannot be {budget} cores and some patches; pass "
+                "forward_head the cores that forward_features was called with."
+            )
+        return budget
+
     def _norm(self, tokens: Tensor) -> Tensor:
         return self.veca.project(self.veca.norm(tokens))
 
@@ -272,13 +300,19 @@ def register() -> None:
     require_timm()
     registry = importlib.import_module("timm.models")
     generate = importlib.import_module("timm.models._registry").generate_default_cfgs
-    default_cfgs.update(generate({n: pretrained_cfg(c) for n, c in PRESETS.items()}))
+    default_cfgs.update(generate({n: _registered(n, c) for n, c in PRESETS.items()}))
     module = sys.modules[__name__]
     for name in PRESETS:
         if not registry.is_model(name):
             entry = _entry_point(name)
             setattr(module, name, entry)
             registry.register_model(entry)
+
+
+def _registered(name: str, config: VecaConfig) -> dict[str, Any]:
+    """What timm lists: as pretrained, where there are weights of that name on this machine."""
+    fields = pretrained_cfg(config)
+    return {**fields, "file": name} if names.find(name) else fields
 
 
 def require_timm() -> Any:
@@ -304,45 +338,68 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
     """The function that timm calls for a name; it takes what timm passes to any model."""
 
     def build(
-        *, source: str | os.PathLike[str] | None = None, in_chans: int | None = None, **options: Any
+        *,
+        source: str | os.PathLike[str] | None = None,
+        config: Mapping[str, Any] | None = None,
+        in_chans: int | None = None,
+        **options: Any,
     ) -> TimmVeca:
         for ignored in ("img_size", "dynamic_img_size"):  # every size works
             options.pop(ignored, None)
         dropout = options.pop("proj_drop_rate", None)
-        config = PRESETS[name] if source is None else read_config(source)
+        stored = PRESETS[name] if config is None else VecaConfig.from_dict(config)
+        if source is not None:
+            stored = read_config(source)
         changes = {"in_channels": in_chans, "dropout": dropout}
-        changes = {k: v for k, v in changes.items() if v is not None and v != getattr(config, k)}
+        changes = {k: v for k, v in changes.items() if v is not None and v != getattr(stored, k)}
         if source is not None and "in_channels" in changes:
             raise InputError(
-                f"the weights {os.fspath(source)!r} are for {config.in_channels} channels, got "
+                f"the weights {os.fspath(source)!r} are for {stored.in_channels} channels, got "
                 f"in_chans={in_chans}; leave pretrained out for another number."
             )
-        model = TimmVeca(config.replace(**changes), **options)
+        model = TimmVeca(stored.replace(**changes), **options)
         if source is not None:
             model.veca.load_state_dict(load(source).state_dict())
+        if model.veca.config != PRESETS[name]:
+            # For save_for_hf, which stores it; it comes back as `config` when that is loaded.
+            model._model_args = {"config": model.veca.config.to_dict()}
         return model
 
     def entry(pretrained: bool = False, **options: Any) -> nn.Module:
         overlay = options.get("pretrained_cfg_overlay") or {}
-        given = options.get("pretrained_cfg")
-        held = given if isinstance(given, dict) else vars(given) if given is not None else {}
+        held = _held(name, options.get("pretrained_cfg"))
         source = overlay.get("file") or held.get("file") or name
-        if pretrained:
+        # A folder that timm wrote, which timm reads. Never otherwise: it knows neither our folders
+        # nor the stored configuration.
+        theirs = not overlay.get("file") and held.get("source") in ("local-dir", "hf-hub")
+        if pretrained and not theirs:
             options["source"] = source
-            _check_source(name, source)
+            stored = pretrained_cfg(_checked_config(name, source))
+            seen = {field: stored[field] for field in ("input_size", "mean", "std")}
+            options["pretrained_cfg_overlay"] = {**seen, **overlay}
         if options.get("features_only"):
             options.setdefault("out_indices", 4)
         builder = importlib.import_module("timm.models").build_model_with_cfg
-        # Never timm's own loading: it knows neither our folders nor the stored configuration.
-        return builder(build, name, False, feature_cfg={"feature_cls": "getter"}, **options)
+        loads = pretrained and theirs
+        return builder(build, name, loads, feature_cfg={"feature_cls": "getter"}, **options)
 
     entry.__name__ = entry.__qualname__ = name
     entry.__doc__ = f"{name}; options as `TimmVeca`, and those timm has for every model."
     return entry
 
 
-def _check_source(name: str, source: str | os.PathLike[str]) -> None:
-    """Refuse weights of another network than the name says."""
+def _held(name: str, given: Any) -> dict[str, Any]:
+    """The fields of a `pretrained_cfg` as timm passes it: nothing, a dict, an object or a tag."""
+    if isinstance(given, str):
+        raise InputError(
+            f"{name} has no weights tagged {given!r}; leave the tag out for those that veca.load "
+            "finds, or name a folder with pretrained_cfg_overlay={'file': ...}."
+        )
+    return given if isinstance(given, dict) else vars(given) if given is not None else {}
+
+
+def _checked_config(name: str, source: str | os.PathLike[str]) -> VecaConfig:
+    """The configuration of weights; those of another network than the name says are refused."""
     config, expected = read_config(source), PRESETS[name]
     for field in ("depth", "width", "heads", "ffn_ratio", "num_cores", "patch_size"):
         if getattr(config, field) != getattr(expected, field):
@@ -350,6 +407,7 @@ def _check_source(name: str, source: str | os.PathLike[str]) -> None:
                 f"the weights {os.fspath(source)!r} have {field} {getattr(config, field)}, but "
                 f"{name} has {getattr(expected, field)}; create the model that fits them."
             )
+    return config
 
 
 with contextlib.suppress(MissingExtraError):
