@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import veca
 from veca import VecaConfig
 from veca.errors import ImageError, InputError, OutputError
 from veca.features import extract, read_features
+from veca.features.files import write_features
 from veca.features.pipeline import Item, Ready, gather, read_ahead
 from veca.images import find_images
 
@@ -48,6 +50,16 @@ def save_image(path: Path, size: tuple[int, int] = (32, 32)) -> None:
 
 def files_in(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.fixture
+def two_threads(monkeypatch):
+    """A machine on which torch uses two threads."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 class Spy:
@@ -125,8 +137,19 @@ class TestContent:
             model.norm.weight.fill_(1e6)
         with pytest.raises(InputError, match="too large for float16; write them as float32"):
             extract(model, photos, tmp_path / "out", size=32)
-        assert files_in(tmp_path / "out") == ["features.json"]
-        extract(model, photos, tmp_path / "out", size=32, dtype="float32", overwrite=True)
+        assert not (tmp_path / "out").exists()
+        extract(model, photos, tmp_path / "out", size=32, dtype="float32")
+
+    @pytest.mark.parametrize("size", [np.int64(32), (np.int32(32), 48), [32, 48]])
+    def test_sizes_of_any_kind_of_whole_number(self, model, photos, tmp_path, size):
+        extract(model, photos / "x.png", tmp_path / "out", size=size)
+        plain = [32, 48] if isinstance(size, (tuple, list)) else 32
+        assert json.loads((tmp_path / "out" / "features.json").read_text())["size"] == plain
+
+    def test_a_wrapped_model_is_refused(self, model, photos, tmp_path):
+        wrapped = torch.nn.DataParallel(model)
+        with pytest.raises(InputError, match="extract takes a Veca model, got DataParallel; pass"):
+            extract(wrapped, photos, tmp_path / "out", size=32)
 
     def test_the_models_mode_is_put_back(self, model, photos, tmp_path):
         model.train()
@@ -145,6 +168,38 @@ class TestBatches:
         assert sorted(spy.batches) == [(1, 3, 32, 48), (2, 3, 32, 32), (2, 3, 32, 48)]
         assert [done for done, _ in calls] == sorted(done for done, _ in calls)
         assert calls[-1] == (5, 5)
+
+    def test_batches_are_computed_side_by_side(self, model, photos, tmp_path, two_threads):
+        meeting, threads, forward = threading.Barrier(2, timeout=20), [], model.forward
+
+        def meet(images, cores=None):
+            threads.append(torch.get_num_threads())
+            if len(threads) <= 2:
+                meeting.wait()  # for another batch that is computed right now
+            return forward(images, cores=cores)
+
+        model.forward = meet
+        summary = extract(model, photos, tmp_path / "out", size=32, batch_size=1)
+        assert summary.computed == 5 and threads == [1] * 5
+        assert torch.get_num_threads() == 2
+
+    def test_threads_change_no_number(self, model, photos, tmp_path, two_threads):
+        for out, threads in (("one", 1), ("two", 2)):
+            torch.set_num_threads(threads)
+            extract(model, photos, tmp_path / out, size=32, batch_size=2)
+        for name in files_in(tmp_path / "one"):
+            assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+    def test_a_batch_alone_has_all_threads(self, model, photos, tmp_path, two_threads):
+        threads, forward = [], model.forward
+
+        def count(images, cores=None):
+            threads.append(torch.get_num_threads())
+            return forward(images, cores=cores)
+
+        model.forward = count
+        extract(model, photos / "x.jpg", tmp_path / "out", size=32)
+        assert threads == [2]
 
     def test_gathering_gives_every_image_once_and_holds_few(self):
         taken = 0
@@ -222,6 +277,35 @@ class TestResuming:
         for name, content in whole.items():
             np.testing.assert_allclose(read_features(out / name)["cls"], content["cls"], atol=2e-3)
 
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_an_image_replaced_by_an_older_one_is_done_again(self, model, photos, tmp_path, format):
+        out = tmp_path / "out"
+        extract(model, photos, out, size=32, format=format)
+        before = read_features(out / f"x.jpg.{format}")["cls"]
+        state = (photos / "x.jpg").stat()
+        stored = read_features(out / f"x.jpg.{format}")["image_stat"].tolist()
+        assert stored == [state.st_size, state.st_mtime_ns]
+        (photos / "x.jpg").write_bytes((photos / "b" / "x.jpg").read_bytes())
+        os.utime(photos / "x.jpg", ns=(10**18, 10**18))
+        summary = extract(model, photos, out, size=32, format=format)
+        assert (summary.computed, summary.reused) == (1, 4)
+        assert not np.array_equal(read_features(out / f"x.jpg.{format}")["cls"], before)
+
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_a_file_of_an_earlier_version_is_kept_while_it_is_newer(
+        self, model, photos, tmp_path, format
+    ):
+        out, image = tmp_path / "out", photos / "x.jpg"
+        extract(model, image, out, size=32, format=format)
+        content = read_features(out / f"x.jpg.{format}")
+        text = {name: content.pop(name) for name in ("image", "settings")}
+        del content["image_stat"]
+        write_features(out / f"x.jpg.{format}", content, text)
+        assert extract(model, image, out, size=32, format=format).reused == 1
+        later = (out / f"x.jpg.{format}").stat().st_mtime_ns + 10**9
+        os.utime(image, ns=(later, later))
+        assert extract(model, image, out, size=32, format=format).computed == 1
+
     def test_a_stopped_run_leaves_whole_files_and_goes_on(self, model, photos, tmp_path):
         extract(model, photos, tmp_path / "once", size=32, batch_size=1, dtype="float32")
         out = tmp_path / "out"
@@ -249,7 +333,7 @@ class TestResuming:
         monkeypatch.setattr(np, "savez", half)
         with pytest.raises(OutputError, match="No space left"):
             extract(model, photos, tmp_path / "out", size=32)
-        assert files_in(tmp_path / "out") == ["features.json"]
+        assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -331,6 +415,48 @@ class TestBadImages:
         (photos / "bad.jpg").write_bytes(b"not an image")
         with pytest.raises(ImageError, match=r"bad\.jpg"):
             extract(model, photos, tmp_path / "out", size=32, on_error="raise")
+        assert not (tmp_path / "out").exists()
+        extract(model, photos / "x.jpg", tmp_path / "out", size=32, root=photos)
+        with pytest.raises(ImageError, match=r"bad\.jpg"):
+            extract(model, photos, tmp_path / "out", size=32, on_error="raise")
+        assert {"features.json", "x.jpg.npz"} <= set(files_in(tmp_path / "out"))
+
+    def test_links_that_lead_nowhere_and_pipes(self, model, photos, tmp_path):
+        (photos / "broken.jpg").symlink_to("nowhere")
+        os.mkfifo(photos / "pipe.jpg")
+        for sources in (photos, find_images(photos)):
+            summary = extract(model, sources, tmp_path / "out", size=32)
+            assert summary.computed + summary.reused == 5
+            said = {Path(name).name: message for name, message in summary.failed}
+            assert said.keys() == {"broken.jpg", "pipe.jpg"}
+            assert "no such file" in said["broken.jpg"] and "a pipe" in said["pipe.jpg"]
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="names of any bytes")
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_names_that_are_no_text(self, model, tmp_path, format):
+        folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/photos\xfe"))
+        save_image(folder / "good.png")
+        (folder / "good.png").rename(folder / os.fsdecode(b"good\xff.png"))
+        (folder / os.fsdecode(b"bad\xff.png")).write_bytes(b"no image")
+        for counts in ((1, 0), (0, 1)):
+            summary = extract(model, folder, tmp_path / "out", size=32, format=format)
+            assert (summary.computed, summary.reused) == counts
+            assert summary.failed[0][0] == str(folder / os.fsdecode(b"bad\xff.png"))
+            line = (tmp_path / "out" / "failures.txt").read_text("utf-8")
+            assert line.startswith(f"{tmp_path}/photos\\xfe/bad\\xff.png\t")
+        got = read_features(tmp_path / "out" / os.fsdecode(b"good\xff.png." + format.encode()))
+        assert os.fsencode(got["image"]) == b"good\xff.png"
+
+    def test_names_as_long_as_they_can_be(self, model, tmp_path):
+        longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+        fits, too_long = (f"{'a' * (longest - 4 - n)}.jpg" for n in (4, 3))  # with .npz, or not
+        for name in (fits, too_long):
+            save_image(tmp_path / "photos" / name)
+        summary = extract(model, tmp_path / "photos", tmp_path / "out", size=32)
+        assert (summary.computed, len(summary.failed)) == (1, 1)
+        assert (tmp_path / "out" / f"{fits}.npz").exists()
+        name, message = summary.failed[0]
+        assert name.endswith(too_long) and message.endswith("would be too long; rename the image")
 
     def test_no_image_that_can_be_read_is_an_error(self, model, tmp_path):
         (tmp_path / "bad.jpg").write_bytes(b"")
@@ -400,6 +526,7 @@ class TestSingleFile:
         ({"size": 8}, ImageError, "below one patch"),
         ({"sources": "nowhere"}, ImageError, "nowhere: no such file or folder"),
         ({"out": "all.npz", "format": "safetensors"}, InputError, "does not agree with the name"),
+        ({"out": ""}, OutputError, "empty path"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(

@@ -8,6 +8,7 @@ import struct
 import time
 import warnings
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -429,11 +430,14 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
     empty.touch()
     folder = tmp_path / "folder.png"
     folder.mkdir()
+    pipe = tmp_path / "pipe.jpg"
+    os.mkfifo(pipe)
     for source, message in (
         (text, r"text\.jpg: not an image in a format read here .*convert it"),
         (empty, r"empty\.png: is empty \(0 bytes\)"),
         (folder, r"folder\.png: is a folder, .*veca\.images\.find_images"),
         (tmp_path / "missing.jpg", r"missing\.jpg: no such file"),
+        (pipe, r"pipe\.jpg: cannot be opened \(a pipe, a device or a socket"),
         ("", "empty path"),
         ("a\0b.jpg", "cannot be opened"),
         (b"", r"<bytes>: is empty"),
@@ -954,8 +958,18 @@ def test_broken_links_are_listed_so_that_reading_reports_them(tree: Path) -> Non
     (tree / "sub" / "a.png").symlink_to(tree / "gone.png")
     found = find_images(tree / "sub")
     assert names(found, tree)[0] == "sub/a.png"
+    assert find_images(found[0]) == found[:1]
     with pytest.raises(ImageError, match=r"a\.png: no such file"):
         read_image(found[0])
+
+
+def test_other_files_are_counted_by_suffix(tree: Path) -> None:
+    others = Counter[str]()
+    find_images([tree, str(tree / "img*"), tree / "raw.dat"], passed_over=others)
+    assert others == {".txt": 1, ".md": 1, ".dat": 1}
+    others.clear()
+    find_images(str(tree / "*"), passed_over=others)
+    assert others == {".txt": 1, ".dat": 1}
 
 
 def test_natural_order_with_digits_of_another_script(tmp_path: Path) -> None:

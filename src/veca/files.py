@@ -30,6 +30,7 @@ _ADVICE = {
     errno.EISDIR: "that is a folder; choose another name",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
+_KEPT = 50  # characters of a name in that of its temporary file, which must not grow too long
 
 
 @contextlib.contextmanager
@@ -61,8 +62,24 @@ def atomic_write_json(path: str | os.PathLike[str], value: object) -> None:
 
 
 def to_json(value: object) -> str:
-    """Indented JSON with a final newline; NaN and infinity, which JSON lacks, are refused."""
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    """Indented JSON with a final newline; NaN and infinity, which JSON lacks, are refused.
+
+    Bytes of a file name that are no UTF-8 are escaped as JSON does it, and read back unharmed.
+    """
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def printable(name: str) -> str:
+    """A path as UTF-8 text; bytes of a file name that are none are written as \\xNN."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def place_for(out: str | os.PathLike[str]) -> Path:
+    """The path that a caller wants something written to; "" would be the current folder."""
+    if not os.fspath(out):
+        raise OutputError("cannot write to an empty path (''); name a file or a folder.")
+    return Path(out).expanduser()
 
 
 @contextlib.contextmanager
@@ -72,11 +89,13 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
     For writers that want a file name; `atomic_write` is simpler for everything else.
     """
     target = _target(path)
-    name = f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    name = f"{_stem(target)}{os.getpid()}-{secrets.token_hex(4)}.tmp"
     temporary = target.with_name(name)
     with contextlib.ExitStack() as stack:
         with output_errors(path):
             stack.enter_context(folder_to_fill(target.parent))
+            with contextlib.suppress(FileNotFoundError):
+                target.lstat()  # a name too long is told now, not when all is written
             # Not `tempfile`: that makes files only their owner can read. This obeys the umask.
             os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         try:
@@ -179,6 +198,11 @@ def cannot_write(path: str | os.PathLike[str], error: OSError) -> OutputError:
     return OutputError(f"cannot write {os.fspath(path)} ({reason}); {advice}.")
 
 
+def _stem(target: Path) -> str:
+    """What the names of a target's temporary files begin with."""
+    return f".{target.name[:_KEPT]}."
+
+
 def _target(path: str | os.PathLike[str]) -> Path:
     """The real file behind `path`; only a regular file, or nothing, can be replaced."""
     target = Path(os.path.realpath(Path(path).expanduser()))
@@ -202,6 +226,6 @@ def _is_near(filename: object, path: str | os.PathLike[str]) -> bool:
         return True
     wanted = Path(os.path.realpath(Path(path).expanduser()))
     actual = Path(os.path.realpath(os.fsdecode(filename)))
-    ours = actual == wanted or actual.name.startswith(f".{wanted.name}.")
+    ours = actual == wanted or actual.name.startswith(_stem(wanted))
     beside = ours and actual.parent == wanted.parent
     return beside or actual in wanted.parents or wanted in actual.parents

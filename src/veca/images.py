@@ -7,13 +7,16 @@ Only Pillow, numpy and torch are used. Sizes are always (height, width) in pixel
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import io
 import math
 import os
 import re
+import stat
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,7 +152,7 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
                 "is a folder, expected an image file; veca.images.find_images lists those in it"
             )
         try:
-            return stack.enter_context(path.open("rb"))
+            return stack.enter_context(open_file(path))
         except FileNotFoundError as error:
             raise ImageError("no such file; check the path") from error
         except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
@@ -163,6 +166,15 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
             f"object, a Pillow image, a uint8 array [H, W, 3] or a uint8 tensor [3, H, W]"
         )
     return cast(BinaryIO, source)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to be read. A pipe or a device, which might wait for ever, is an OSError."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        reason = "a pipe, a device or a socket, where a file was expected"
+        raise OSError(errno.EINVAL, reason, str(path))
+    return path.open("rb")
 
 
 def _open(stream: BinaryIO) -> Image.Image:
@@ -375,7 +387,7 @@ def target_size(
 
 def _scaled_size(height: int, width: int, size: Size, patch: int) -> tuple[int, int]:
     """The size before the grid is looked at. Integers only: a float ratio could be one off."""
-    size = _check_size(size, patch)
+    size = check_size(size, patch)
     if size is None:
         return height, width
     if isinstance(size, tuple):
@@ -384,7 +396,8 @@ def _scaled_size(height: int, width: int, size: Size, patch: int) -> tuple[int, 
     return (2 * height * size + short) // (2 * short), (2 * width * size + short) // (2 * short)
 
 
-def _check_size(size: Any, patch: int) -> Size:
+def check_size(size: Any, patch: int) -> Size:
+    """`size` in plain numbers, if it is one that `target_size` takes."""
     if size is None:
         return None
     pair = isinstance(size, (tuple, list))
@@ -469,7 +482,7 @@ def preprocess(
     _check_choice("fit", fit, FITS)
     _check_choice("on_error", on_error, ("raise", "skip"))
     patch, limit = _whole(patch_size, "patch_size"), _whole(max_pixels, "max_pixels")
-    _check_size(size, patch)
+    check_size(size, patch)
 
     batch: list[Tensor] = []
     names: list[str] = []
@@ -545,14 +558,19 @@ def _scale_and_crop(
 
 
 def find_images(
-    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, recursive: bool = True
+    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    recursive: bool = True,
+    passed_over: Counter[str] | None = None,
 ) -> list[Path]:
     """List image files, each once, in the order of `sources` and in natural order within each.
 
     A source is a file (kept whatever its extension), a folder (its files with a suffix in
     `EXTENSIONS`; with `recursive` those of its subfolders too, symbolic links to folders not
     followed) or a glob pattern such as "photos/**/*.jpg" (its matches with such a suffix). Hidden
-    files and folders are passed over. Natural order puts img2.png before img10.png.
+    files and folders are passed over. Natural order puts img2.png before img10.png. A
+    broken link is listed, and reading it says so. `passed_over`, if given, counts the other files
+    of folders and patterns by their suffix, in lower case.
 
     Raises:
         ImageError: a source does not exist or yields no image.
@@ -561,27 +579,33 @@ def find_images(
     if not listed:
         raise ImageError("no files, folders or patterns given; expected at least one")
     # absolute(), not resolve(): links with different names are different images to the user.
-    found = {path.absolute(): path for source in listed for path in _expand(source, recursive)}
-    return list(found.values())
+    others = Counter[str]() if passed_over is None else passed_over
+    expanded = (path for source in listed for path in _expand(source, recursive, others))
+    return list({path.absolute(): path for path in expanded}.values())
 
 
-def _expand(source: str | os.PathLike[str], recursive: bool) -> list[Path]:
+def _expand(
+    source: str | os.PathLike[str], recursive: bool, passed_over: Counter[str]
+) -> list[Path]:
     name, path = os.fspath(source), Path(source)
     if name and path.is_dir():  # Path("") would be the current folder
         paths = _walk(path, recursive)
         fault = "no image in this folder" + (" or its subfolders" if recursive else "")
-    elif name and path.exists():  # before patterns: a file may be called "scan[1].png"
+    elif name and os.path.lexists(path):  # before patterns: a file may be called "scan[1].png"
         return [path]
     elif any(wildcard in name for wildcard in "*?["):
         # Path.glob takes no absolute patterns and follows other rules for hidden files.
-        paths = [Path(match) for match in glob.iglob(name, recursive=True)]  # noqa: PTH207
+        matches = map(Path, glob.iglob(name, recursive=True))  # noqa: PTH207
+        paths = [path for path in matches if not path.is_dir()]
         fault = "no image matches this pattern"
     else:
         raise ImageError(f"{name or repr(name)}: no such file or folder; check the path")
     # A broken link stays in: reading it reports it, leaving it out here would hide it.
-    images = [path for path in paths if path.suffix.lower() in EXTENSIONS and not path.is_dir()]
+    images = [path for path in paths if path.suffix.lower() in EXTENSIONS]
     if not images:
         raise ImageError(f"{name}: {fault}; extensions looked for: {' '.join(sorted(EXTENSIONS))}")
+    suffixes = (path.suffix.lower() for path in paths)
+    passed_over.update(suffix for suffix in suffixes if suffix not in EXTENSIONS)
     return sorted(images, key=_natural_key)
 
 

@@ -469,6 +469,14 @@ def spread_points(count: int, pool: int = 1000, reach: float = 0.95) -> Tensor:
     return points[chosen]
 
 
+def check_model(model: object, caller: str) -> None:
+    """Refuse what `caller` was given instead of a model: a wrapped one, weights, anything else."""
+    if not isinstance(model, Veca):
+        wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
+        hint = "; pass the model inside it" if wrapped else ""
+        raise InputError(f"{caller} takes a Veca model, got {type(model).__name__}{hint}.")
+
+
 def check_budget(cores: int | None, num_cores: int) -> int:
     """The budget to use: `cores`, or the whole bank when it is None."""
     if cores is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import typer
 from PIL import Image
@@ -60,6 +62,29 @@ def test_a_second_run_goes_on_and_skips_are_named(run, photos, tmp_path, capsys)
         run(photos, "--root", photos, "--out", out, "--strict")
 
 
+def test_one_image_that_cannot_be_opened_stops_nothing(run, photos, tmp_path, capsys):
+    (photos / "broken.jpg").symlink_to("nowhere")
+    (photos / os.fsdecode(b"bad\xff.jpg")).write_bytes(b"no image")
+    run(photos, "--out", tmp_path / "out")
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1].startswith("4 images, 2 skipped (listed in ")
+    assert "broken.jpg: no such file" in printed and "bad\\xff.jpg: not an image" in printed
+
+
+def test_files_that_are_no_images_are_counted(run, photos, tmp_path, capsys):
+    run(photos, "--out", tmp_path / "out")
+    assert "passed over" not in capsys.readouterr().out
+    for name in ("a/x.HEIC", "b/y.heic", "b/z.avif", "README", ".hidden"):
+        (photos / name).touch()
+    run(photos, "--out", tmp_path / "out")
+    said = "passed over 4 files of kinds that are not read: 2 .heic, 1 without a suffix, 1 .avif"
+    assert capsys.readouterr().out.splitlines()[0] == said
+    for suffix in "abcdef":
+        (photos / f"x.{suffix}").touch()
+    run(photos, "--out", tmp_path / "out")
+    assert ", 1 .b, 4 others" in capsys.readouterr().out.splitlines()[0]
+
+
 def test_other_settings_need_overwrite(run, photos, tmp_path):
     out = tmp_path / "out"
     run(photos, "--out", out)
@@ -89,4 +114,6 @@ def test_bad_input(run, photos, tmp_path):
     (photos / "a" / "bad.png").write_bytes(b"not an image")
     with pytest.raises(ImageError, match=r"bad\.png"):
         run(photos, "--out", tmp_path / "out" / "all.npz", "--strict")
+    with pytest.raises(ImageError, match=r"bad\.png"):
+        run(photos, "--out", tmp_path / "out", "--strict")
     assert not (tmp_path / "out").exists()

@@ -297,6 +297,19 @@ def test_failures_are_listed(embed, images, tmp_path):
     assert str(bad) not in read_embeddings(out)[0]
 
 
+def test_a_pipe_is_a_failure(embed, images, tmp_path):
+    os.mkfifo(images / "pipe.png")
+    report = embed(images, tmp_path / "out")
+    assert (report.images, report.failed) == (30, 1)
+    assert "a pipe, a device or a socket" in report.failures_file.read_text()
+
+
+def test_sizes_of_any_kind_of_whole_number(embed, images, tree, tmp_path):
+    embed(images, tmp_path / "one", size=(32, 48))
+    embed(images, tmp_path / "two", size=(np.int64(32), np.int32(48)))
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
 def test_repaired_images_are_done_on_request(embed, images, tree, tmp_path):
     bad = images / "0" / "bad.png"
     bad.write_bytes(b"no image")
@@ -415,7 +428,7 @@ def test_a_folder_that_cannot_be_written(embed, images, tmp_path):
         embed(images, tmp_path / "file" / "out")
 
 
-def test_bad_input_leaves_nothing(embed, images, tmp_path):
+def test_bad_input_leaves_nothing(embed, images, tiny, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
     cases = [
@@ -431,11 +444,16 @@ def test_bad_input_leaves_nothing(embed, images, tmp_path):
         (images, {"engine": "spark"}, InputError, "unknown engine"),
         (images, {"device": "gpu"}, InputError, "cannot be used"),
         (images, {"weights": tmp_path / "none"}, WeightsError, "none"),
+        (images, {"weights": torch.nn.DataParallel(tiny)}, InputError, "pass the model inside it"),
     ]
     for source, options, kind, says in cases:
         with pytest.raises(kind, match=says):
             embed(source, out, **options)
     assert not out.exists()
+    monkeypatch.chdir(tmp_path / "empty")
+    with pytest.raises(OutputError, match="empty path"):
+        embed(images, "")
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_missing_extras(embed, images, tmp_path, monkeypatch):

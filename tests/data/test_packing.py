@@ -205,6 +205,25 @@ def test_failures_are_listed(photos: Path, tmp_path: Path) -> None:
     assert [m["images"] for m in json.loads((tmp_path / "out" / MANIFEST).read_text())["shards"]]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="names of any bytes")
+def test_failures_with_names_that_are_no_text(photos: Path, tmp_path: Path) -> None:
+    (photos / os.fsdecode(b"bad\xff.png")).write_bytes(b"broken")
+    for written in (40, 0):
+        report = pack(photos, tmp_path / "out", size=24, workers=0)
+        assert report.written == written
+        assert [name for name, _ in report.failures] == [f"{photos}/bad\\xff.png"]
+        assert "bad\\xff.png\t" in (tmp_path / "out" / FAILURES).read_text("utf-8")
+
+
+def test_pipes_are_failures(photos: Path, tmp_path: Path) -> None:
+    os.mkfifo(photos / "pipe.png")
+    report = pack(photos, tmp_path / "out", size=24, workers=0)
+    assert report.images == 40
+    assert [(Path(name).name, reason[:6]) for name, reason in report.failures] == [
+        ("pipe.png", "a pipe")
+    ]
+
+
 def test_an_outage_stops_instead_of_dropping_everything(tmp_path: Path) -> None:
     photos = make_folder(tmp_path / "photos", 300, 8, 8)
     source = open_source(photos)
@@ -220,6 +239,16 @@ def test_an_outage_stops_instead_of_dropping_everything(tmp_path: Path) -> None:
     assert len(list(out.glob("*.tar"))) == 2 and not list(out.glob(".*"))
     report = pack(source, out, size=8, per_shard=50, workers=0)
     assert report.images == 300 and report.written == 200 and not report.failures
+
+
+def test_an_empty_path_is_refused(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(OutputError, match="empty path"):
+        pack(photos, "", workers=0)
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_nothing_readable(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from data.pictures import encoded, make_folder, picture
 from veca.data import DataError, ImageSource, open_source
 from veca.data import index as index_module
 from veca.data.names import Names
+from veca.data.sources import FolderSource
 
 
 def names(source: ImageSource, root: Path) -> list[str]:
@@ -58,6 +59,19 @@ def test_a_folder_of_any_depth(tmp_path: Path) -> None:
     assert source.read(2) == b"b/deep/er/2.PNG"
     with pytest.raises(IndexError):
         source.name(3)
+
+
+def test_other_files_are_counted_by_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = scans(monkeypatch)
+    root = make_folder(tmp_path / "photos", 3)
+    for name in ("a.HEIC", "1/b.heic", "2/c", "2/d.tar", ".hidden"):
+        (root / name).touch()
+    settle(root)
+    for _ in range(2):  # the second time from the index
+        source = open_source(root)
+        assert isinstance(source, FolderSource)
+        assert source.passed_over == {".heic": 2, "": 1, ".tar": 1}
+    assert len(done) == 1
 
 
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:

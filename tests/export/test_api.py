@@ -39,6 +39,13 @@ def test_only_models_are_exported(tmp_path):
         export_model(torch.nn.Linear(2, 2), tmp_path)
 
 
+def test_an_empty_path_is_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="empty path"):
+        export_model(tiny, "", to="torch-export")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "file").write_text("here")
     with pytest.raises(

@@ -40,6 +40,32 @@ def test_text_and_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [1, "é"]}
 
 
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"a\xff\xc3\xa9")
+    assert files.printable(name) == "a\\xff\xe9"
+    files.atomic_write_json(tmp_path / "x.json", {"name": name})
+    assert json.loads((tmp_path / "x.json").read_text("utf-8")) == {"name": name}
+
+
+def test_names_as_long_as_they_can_be(tmp_path: Path) -> None:
+    longest = os.pathconf(tmp_path, "PC_NAME_MAX")
+    for letter in ("a", "\u20ac"):
+        path = tmp_path / (letter * (longest // len(letter.encode())))
+        files.atomic_write_text(path, "whole")
+        assert path.read_text() == "whole"
+    too_long = tmp_path / "new" / ("a" * (longest + 1))
+    message = r"too long\); choose a shorter name"
+    with pytest.raises(OutputError, match=message), files.temporary_beside(too_long):
+        pytest.fail("told too late")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_empty_path_is_no_place(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="empty path"):
+        files.place_for("")
+    assert files.place_for(tmp_path) == tmp_path
+
+
 def test_obeys_the_umask(tmp_path: Path) -> None:
     old = os.umask(0o027)
     try:

@@ -350,6 +350,15 @@ def test_saving_refuses_what_is_not_finite(tiny: Veca, tmp_path: Path) -> None:
     save(tiny, tmp_path / "x", dtype=torch.bfloat16)
 
 
+def test_saving_refuses_an_empty_path(
+    tiny: Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutputError, match="empty path"):
+        save(tiny, "")
+    assert not list(tmp_path.iterdir())
+
+
 def test_saving_refuses_what_is_no_model(tiny: Veca, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="takes a Veca model, got Linear"):
         save(torch.nn.Linear(1, 1), tmp_path / "x")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,6 +67,21 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     raise InputError(
         f"a size is a number (the short side, in pixels), HEIGHTxWIDTH or 'native'; got {text!r}."
     )
+
+
+def say_passed_over(counts: Mapping[str, int]) -> None:
+    """One line about the files of folders that are no images by their suffix, if there are any."""
+    from veca.files import printable
+
+    if not counts:
+        return
+    kinds = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
+    shown = [f"{number:,} {printable(name) or 'without a suffix'}" for name, number in kinds[:5]]
+    rest = sum(number for _, number in kinds[5:])
+    shown += [f"{rest:,} others"] if rest else []
+    total = sum(counts.values())
+    said = f"passed over {total:,} file{'' if total == 1 else 's'} of kinds that are not read: "
+    console.print(said + ", ".join(shown), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from veca.cli.common import (
     console,
     parse_size,
     pick_device,
+    say_passed_over,
 )
 
 
@@ -94,13 +95,16 @@ def embed(
     )
 
     from veca.collections import embed as embed_collection
+    from veca.data import open_source
 
+    images = open_source(source[0] if len(source) == 1 else source)
+    say_passed_over(getattr(images, "passed_over", {}))
     columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     quiet = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task("embedding", total=None)
         report = embed_collection(
-            source[0] if len(source) == 1 else source,
+            images,
             out,
             weights=weights,
             cores=cores,

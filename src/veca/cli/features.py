@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from veca.cli.common import (
     console,
     parse_size,
     pick_device,
+    say_passed_over,
 )
 
 _SHOWN_FAILURES = 10
@@ -81,12 +83,15 @@ def features(
     )
 
     from veca.features import extract
+    from veca.files import printable
     from veca.images import find_images
     from veca.weights import load
 
     wanted = [part.strip() for part in what.split(",") if part.strip()]
     pixels = parse_size(size)
-    found = find_images(sources)  # before the weights, which may take a download
+    others = Counter[str]()
+    found = find_images(sources, passed_over=others)  # before the weights: they may take a download
+    say_passed_over(others)
     if threads is not None:
         torch.set_num_threads(threads)
     model = load(weights, device=pick_device(device))
@@ -119,7 +124,8 @@ def features(
         )
 
     for name, message in summary.failed[:_SHOWN_FAILURES]:
-        console.print(f"skipped {name}: {message}", style="yellow", markup=False, soft_wrap=True)
+        said = printable(f"skipped {name}: {message}")
+        console.print(said, style="yellow", markup=False, soft_wrap=True)
     if len(summary.failed) > _SHOWN_FAILURES:
         console.print(f"... and {len(summary.failed) - _SHOWN_FAILURES} more", style="yellow")
     parts = [f"{summary.computed} images"]

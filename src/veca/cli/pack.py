@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import console
+from veca.cli.common import console, say_passed_over
 
 
 def pack(
@@ -48,6 +48,7 @@ def pack(
     if size != "native" and not size.isdigit():
         raise DataError(f"--size is a number of pixels or 'native'; got {size!r}.")
     images = open_source(source[0] if len(source) == 1 else source)
+    say_passed_over(getattr(images, "passed_over", {}))
     columns = (TextColumn("packing"), BarColumn(), MofNCompleteColumn(), TimeLeft())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("packing", total=len(images))

@@ -30,6 +30,7 @@ from veca.data.sources import ImageSource
 from veca.errors import InputError
 from veca.features.extract import DTYPES
 from veca.images import MAX_PIXELS, normalize, target_size
+from veca.lanes import open_lanes
 from veca.memory import is_out_of_memory
 from veca.model import Veca
 
@@ -170,10 +171,8 @@ def embed_shards(
         on_images: called with the number of images that were just finished.
     """
     with ExitStack() as stack:
-        before = torch.get_num_threads()
-        stack.callback(torch.set_num_threads, before)
-        pool = ThreadPoolExecutor(lanes, "veca-embed", initializer=_one_thread)
-        stack.callback(pool.shutdown, cancel_futures=True)
+        # One thread each: what a batch comes to must not depend on how many processors there are.
+        pool = stack.enter_context(open_lanes(lanes))
         scribe = _Scribe(folder, settings)
         stack.callback(scribe.close)
         waiting: deque[_Window] = deque()
@@ -201,11 +200,6 @@ def embed_shards(
             yield record
         if trouble is not None:
             raise trouble
-
-
-def _one_thread() -> None:
-    """For a lane: what a batch comes to must not depend on how many processors there are."""
-    torch.set_num_threads(1)
 
 
 def _readings(

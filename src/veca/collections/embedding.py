@@ -20,9 +20,9 @@ from veca.collections.settings import Settings
 from veca.collections.table import ShardRecord, finished_shards
 from veca.data.sources import ImageSource, Spec, open_source
 from veca.errors import ImageError, InputError, at_least, suggest
-from veca.files import atomic_write_text
+from veca.files import atomic_write_text, place_for
 from veca.images import Size
-from veca.model import Veca, evaluating
+from veca.model import Veca, check_model, evaluating
 from veca.weights import load
 
 FAILURES = "failures.jsonl"
@@ -119,6 +119,7 @@ def embed(
         MissingExtraError: pyarrow or ray is not installed.
     """
     start = time.perf_counter()
+    folder = place_for(out)
     if engine not in ENGINES:
         raise InputError(f"unknown engine {suggest(str(engine), ENGINES)}")
     needed, purpose, extra = ["pyarrow", "pyarrow.parquet"], "veca embed", "embed"
@@ -143,7 +144,6 @@ def embed(
         batch=batch,
         shard_rows=shard_rows,
     )
-    folder = Path(out).expanduser()
     with locked(folder):
         plan, added = open_plan(folder, images, settings, weights_from=weights_from)
         state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
@@ -183,7 +183,8 @@ def _model(
     weights: str | os.PathLike[str] | Veca, device: str | torch.device, precision: str
 ) -> tuple[Veca, str | None]:
     """The model, and where its weights were found, so that a search can load them again."""
-    if isinstance(weights, Veca):
+    if isinstance(weights, torch.nn.Module):
+        check_model(weights, "embed")
         return weights, None
     if precision not in PRECISIONS:
         raise InputError(f"unknown precision {suggest(str(precision), PRECISIONS)}")

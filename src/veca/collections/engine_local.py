@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from veca.collections.compute import Compute, Results, embed_shards
 from veca.collections.plan import Plan, Shard
@@ -15,6 +12,7 @@ from veca.collections.settings import Settings
 from veca.collections.table import ShardRecord
 from veca.data import pool
 from veca.data.sources import ImageSource
+from veca.lanes import lanes_for
 from veca.model import Veca
 
 
@@ -47,10 +45,3 @@ def run(
         lanes=lanes_for(next(model.parameters()).device, threads),
         on_images=on_images,
     )
-
-
-def lanes_for(device: torch.device, threads: int | None) -> int:
-    """Batches to compute at a time: one for each CPU thread; on a GPU one, and one on its way."""
-    if device.type != "cpu":
-        return 2 if device.type == "cuda" else 1
-    return threads or min(torch.get_num_threads(), os.cpu_count() or 1)

@@ -10,7 +10,7 @@ from typing import Any
 from veca.config import VecaConfig
 from veca.errors import InputError, at_least, suggest
 from veca.features.extract import DTYPES
-from veca.images import Size, target_size
+from veca.images import Size, check_size
 from veca.model import Veca, check_budget
 from veca.weights import weights_hash
 
@@ -53,13 +53,12 @@ class Settings:
         """Check what a user asked for."""
         if dtype not in DTYPES:
             raise InputError(f"unknown dtype of the stored features {suggest(str(dtype), DTYPES)}")
-        patch = model.config.patch_size
-        target_size(patch, patch, size, "resize", patch)  # refuses what is not a size
+        pixels = check_size(size, model.config.patch_size)
         return cls(
             weights=weights_hash(model),
             config=model.config.to_dict(),
             cores=check_budget(cores, model.config.num_cores),
-            size=list(size) if isinstance(size, (tuple, list)) else size,
+            size=list(pixels) if isinstance(pixels, tuple) else pixels,
             fast_jpeg=bool(fast_jpeg),
             patches=bool(patches),
             dtype=dtype,

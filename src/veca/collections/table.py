@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from veca.collections.extras import require
 from veca.collections.settings import LAYOUT, Settings
 from veca.errors import InputError
-from veca.files import commit, output_errors, temporary_beside
+from veca.files import commit, output_errors, printable, temporary_beside
 
 SHARDS = "shards"
 MANIFEST = "embed.json"
@@ -62,11 +62,6 @@ class ShardRecord:
 
 def shard_path(folder: Path, number: int) -> Path:
     return folder / SHARDS / f"part-{number:06d}.parquet"
-
-
-def printable(name: str) -> str:
-    """A path as UTF-8 text; bytes of a file name that are none are written as \\xNN."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 # --------------------------------------------------------------------------------------- writing

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +43,8 @@ class FolderIndex(NamedTuple):
     """Bytes of each file."""
     times: NDArray[np.int64]
     """Modification time of each, in nanoseconds."""
+    passed_over: dict[str, int]
+    """How many other files there are beside the images, by suffix in lower case."""
 
 
 def cache_dir() -> Path:
@@ -70,7 +73,12 @@ def folder_index(folder: Path, *, cache: Path | None = None) -> FolderIndex:
         if len(index.names):
             save_arrays(
                 kept,
-                head={"version": VERSION, "folder": str(folder), "folders": folders},
+                head={
+                    "version": VERSION,
+                    "folder": str(folder),
+                    "folders": folders,
+                    "passed_over": index.passed_over,
+                },
                 text=index.names.text,
                 ends=index.names.ends,
                 sizes=index.sizes,
@@ -84,9 +92,11 @@ def _scan(folder: Path) -> tuple[FolderIndex, dict[str, int]]:
     found: list[tuple[str, int, int]] = []
     shards: list[tuple[str, int, int]] = []
     folders: dict[str, int] = {}
+    others: Counter[str] = Counter()
     for relative, entry in _walk(folder, folders):
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122
         if suffix not in EXTENSIONS and suffix != SHARD:
+            others[suffix] += 1
             continue
         try:
             if entry.is_dir():
@@ -97,10 +107,13 @@ def _scan(folder: Path) -> tuple[FolderIndex, dict[str, int]]:
             size, changed = -1, -1
         (shards if suffix == SHARD else found).append((relative, size, changed))
     chosen = sorted(found or shards)
+    if found and shards:
+        others[SHARD] = len(shards)
     return FolderIndex(
         Names.of(name for name, _, _ in chosen),
         np.array([size for _, size, _ in chosen], np.int64),
         np.array([changed for _, _, changed in chosen], np.int64),
+        dict(others) if found else {},  # beside shards lie lists and the like
     ), folders
 
 
@@ -143,7 +156,7 @@ def _load(path: Path, folder: Path) -> FolderIndex | None:
     try:
         head = json.loads(arrays["head"].tobytes())
         names = Names(arrays["text"], arrays["ends"])
-        index = FolderIndex(names, arrays["sizes"], arrays["times"])
+        index = FolderIndex(names, arrays["sizes"], arrays["times"], head["passed_over"])
         if head["version"] != VERSION or head["folder"] != str(folder):
             return None
         if not len(names) == len(index.sizes) == len(index.times):

@@ -33,6 +33,8 @@ from veca.files import (
     commit,
     exclusive,
     output_errors,
+    place_for,
+    printable,
     temporary_beside,
 )
 
@@ -114,7 +116,7 @@ def pack(
     }
     if per_shard is not None and (not isinstance(per_shard, int) or per_shard < 1):
         raise DataError(f"per_shard must be a whole number of at least 1; got {per_shard!r}.")
-    folder = Path(out).expanduser()
+    folder = place_for(out)
     busy = f"{folder} is being packed by another process; wait for it or choose another."
     with exclusive(folder / _LOCK, busy):
         packer = _Packer(folder, encoder, settings)
@@ -233,7 +235,8 @@ class _Packer:
                 if progress is not None and item.index % _CHUNK == 0:
                     progress(item.index, total)
                 if item.data is None:
-                    failures.append({"index": item.index, "name": item.name, "reason": item.reason})
+                    name, reason = printable(item.name), printable(item.reason)
+                    failures.append({"index": item.index, "name": name, "reason": reason})
                     in_a_row += 1
                     if in_a_row >= _IN_A_ROW and total > _IN_A_ROW:
                         raise DataError(
@@ -277,8 +280,7 @@ class _Packer:
         self.manifest["complete"] = complete
         if self.manifest["failures"]:
             lines = [f"{entry['name']}\t{entry['reason']}\n" for entry in self.manifest["failures"]]
-            text = "".join(lines).encode("utf-8", "backslashreplace").decode()
-            atomic_write_text(self.folder / FAILURES, text)
+            atomic_write_text(self.folder / FAILURES, "".join(lines))
         atomic_write_json(self.folder / MANIFEST, self.manifest)
 
     def _resume(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -16,7 +17,7 @@ from veca.data.errors import DataError
 from veca.data.index import SHARD, digest, folder_index
 from veca.data.names import Names
 from veca.data.shards import ShardSource
-from veca.images import EXTENSIONS
+from veca.images import EXTENSIONS, open_file
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _MOST_BRACES = 1_000_000
@@ -53,7 +54,7 @@ class FolderSource:
         return len(self._index.names)
 
     def read(self, index: int) -> bytes:
-        return Path(self.name(index)).read_bytes()
+        return _read(self.name(index))
 
     def name(self, index: int) -> str:
         return str(self.folder / self._index.names[index])
@@ -65,6 +66,11 @@ class FolderSource:
         for array in (names.ends, self._index.sizes):
             total.update(array.tobytes())
         return total.hexdigest()[:32]
+
+    @property
+    def passed_over(self) -> Counter[str]:
+        """How many files beside the images have another suffix, by suffix."""
+        return Counter(self._index.passed_over)
 
 
 class ListSource:
@@ -80,7 +86,7 @@ class ListSource:
         return len(self._names)
 
     def read(self, index: int) -> bytes:
-        return Path(self.name(index)).read_bytes()
+        return _read(self.name(index))
 
     def name(self, index: int) -> str:
         return str(self.folder / self._names[index])  # an absolute path replaces the folder
@@ -112,6 +118,14 @@ class JoinedSource:
 
     def fingerprint(self) -> str:
         return digest(*(source.fingerprint() for source in self.sources))
+
+    @property
+    def passed_over(self) -> Counter[str]:
+        """How many files beside the images of its folders have another suffix, by suffix."""
+        total: Counter[str] = Counter()
+        for source in self.sources:
+            total.update(getattr(source, "passed_over", {}))
+        return total
 
     def _locate(self, index: int) -> tuple[ImageSource, int]:
         index = range(len(self))[index]
@@ -222,6 +236,11 @@ def _listed(names: list[str], folder: Path, what: str) -> ListSource:
             f"{source.name(0)}; paths are taken relative to {source.folder}."
         )
     return source
+
+
+def _read(name: str) -> bytes:
+    with open_file(Path(name)) as file:
+        return file.read()
 
 
 def _is_image(name: str) -> bool:

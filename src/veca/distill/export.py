@@ -17,6 +17,7 @@ from veca.distill.errors import DistillError
 from veca.distill.standardise import from_tensors, save_targets
 from veca.distill.student import save_heads
 from veca.errors import suggest
+from veca.files import place_for
 from veca.teachers import save_dense_vit
 from veca.weights import store
 
@@ -98,4 +99,4 @@ def export_checkpoint(
     siblings = found.about["siblings"]
     if student and student not in siblings:
         raise DistillError(f"{run} has no sibling {suggest(student, siblings)}")
-    return export_sections(found.sections, found.about, Path(to).expanduser(), student=student)
+    return export_sections(found.sections, found.about, place_for(to), student=student)

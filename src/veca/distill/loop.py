@@ -42,7 +42,7 @@ from veca.distill.setup import (
 )
 from veca.distill.trainer import Trainer
 from veca.distill.validate import Examined, mean_loss, validate
-from veca.files import atomic_write_text, folder_to_fill
+from veca.files import atomic_write_text, folder_to_fill, place_for
 from veca.teachers.base import Teacher
 from veca.weights.names import public_name
 
@@ -92,7 +92,7 @@ def distill(
         DistillError: the settings do not fit together, or `out` holds another run.
         DivergedError: the loss became NaN or infinite; the last good checkpoint is kept.
     """
-    out = Path(out).expanduser()
+    out = place_for(out)
     with launch(config.parallel, config.device) as world, own_torch_state(world.device):
         run = Run(config, out, world, source, validation, teachers, resume, console)
         try:

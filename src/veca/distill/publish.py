@@ -43,7 +43,7 @@ def publish(
         results: what they were measured to reach, as Markdown, for the card. Without it, weights
             that are published where they lie keep what their card says.
     """
-    folder = Path(to).expanduser()
+    folder = files.place_for(to)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise DistillError(f"{folder} is not empty and holds no weights; choose another folder.")
     source = locate(weights, (*store.FILES, TARGETS, HEADS))

@@ -17,7 +17,7 @@ from veca.errors import InputError, OutputError, suggest
 from veca.export import onnx_file, torch_file, verify
 from veca.export.errors import ExportError
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
-from veca.model import Veca, check_budget
+from veca.model import Veca, check_budget, check_model
 from veca.version import __version__
 from veca.weights import weights_hash
 from veca.weights.store import file_hash
@@ -90,10 +90,9 @@ def export_model(
         check_sizes: (height, width) at which an open file is compared with the model.
         progress: is told in words what is being done.
     """
-    if not isinstance(model, Veca):
-        raise InputError(f"export_model takes a Veca model, got {type(model).__name__}.")
+    check_model(model, "export_model")
     budgets = _check(model, to, cores, size, dtype, name, check_sizes)
-    folder = Path(out).expanduser()
+    folder = files.place_for(out)
     _require_writable(folder)
     say = progress or (lambda _: None)
     reference = frozen_copy(model, torch.float32)

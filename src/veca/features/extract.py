@@ -1,11 +1,11 @@
 """Compute the features of many images and write them to disk.
 
 A folder can be filled in several runs. Each file appears whole or not at all, so a run that was
-stopped goes on where it stopped: files that are there, were made with the same settings and are
-not older than their image are kept. `features.json` in the folder records the settings, and a
-run with other settings is refused. A single file is collected in memory and written at the very
-end: it cannot be resumed, and suits collections that fit in memory. `veca.features.files` says
-what the files hold.
+stopped goes on where it stopped: files that are there, were made with the same settings and from
+the image as it is now (its size and its modification time say so) are kept. `features.json` in the
+folder records the settings, and a run with other settings is refused. A single file is collected
+in memory and written at the very end: it cannot be resumed, and suits collections that fit in
+memory. `veca.features.files` says what the files hold.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -28,10 +29,11 @@ from veca.config import VecaConfig
 from veca.errors import ImageError, InputError, at_least, suggest
 from veca.features.files import FORMATS
 from veca.features.outputs import Done, Folder, Output, SingleFile, write_failures
-from veca.features.pipeline import Item, Reading, Ready, gather, read_ahead
-from veca.images import FITS, Preprocessed, Size, find_images, preprocess, target_size
+from veca.features.pipeline import Item, Reading, Ready, compute_all, gather, read_ahead
+from veca.files import place_for
+from veca.images import FITS, Preprocessed, Size, check_size, find_images, preprocess
 from veca.memory import is_out_of_memory
-from veca.model import Veca, check_budget, evaluating
+from veca.model import Veca, check_budget, check_model, evaluating
 from veca.weights import weights_hash
 
 WHAT = ("cls", "patches")
@@ -107,13 +109,15 @@ def extract(
         OutputError: `out` cannot be written.
     """
     start = time.perf_counter()
+    check_model(model, "extract")
+    place = place_for(out)
     batch_size = at_least("batch_size", batch_size)
     workers = min(8, os.cpu_count() or 1) if workers is None else at_least("workers", workers)
     _check_choice("on_error", on_error, ("skip", "raise"))
     settings = _settings(model, cores, size, fit, what, dtype)
     paths = list(dict.fromkeys(_absolute(path) for path in find_images(sources)))
     output = _open_output(
-        Path(out).expanduser(),
+        place,
         settings,
         paths,
         format=format,
@@ -126,9 +130,16 @@ def extract(
     reading = read_ahead(output.items, read, workers=workers, ahead=workers + batch_size)
     with evaluating(model), contextlib.closing(output), contextlib.closing(reading):
         ready = _sift(reading, tally, strict=on_error == "raise")
-        for batch in gather(ready, batch_size):
-            output.add(_compute(model, batch, settings))
-            tally.count(computed=len(batch))
+        results = compute_all(
+            gather(ready, batch_size),
+            lambda batch: _compute(model, batch, settings),
+            device=next(model.parameters()).device,
+            expected=math.ceil(len(paths) / batch_size),
+        )
+        with contextlib.closing(results):
+            for batch in results:
+                output.add(batch)
+                tally.count(computed=len(batch))
         if tally.good:
             output.finish()
 
@@ -144,7 +155,7 @@ def extract(
         reused=tally.reused,
         failed=tuple(tally.failed),
         seconds=time.perf_counter() - start,
-        out=Path(out).expanduser(),
+        out=place,
         failures_file=failures_file,
     )
 
@@ -160,13 +171,12 @@ def _settings(
         raise InputError("no kind of feature is chosen; choose cls, patches or both.")
     _check_choice("dtype of the written features", dtype, DTYPES)
     _check_choice("fit", fit, FITS)
-    patch = model.config.patch_size
-    target_size(patch, patch, size, "resize", patch)  # refuses what is not a size
+    pixels = check_size(size, model.config.patch_size)
     return {
         "weights": weights_hash(model),
         "config": model.config.to_dict(),
         "cores": check_budget(cores, model.config.num_cores),
-        "size": list(size) if isinstance(size, (tuple, list)) else size,
+        "size": list(pixels) if isinstance(pixels, tuple) else pixels,
         "fit": fit,
         "what": [name for name in WHAT if name in wanted],
         "dtype": dtype,
@@ -235,9 +245,9 @@ def _reader(
     """What the reading threads do, looking for finished files included: it is slow, too."""
 
     def read(item: Item) -> Reading:
-        if is_done(item):
-            return None
         try:
+            if is_done(item):
+                return None
             return preprocess(
                 item.path,
                 size,

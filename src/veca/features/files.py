@@ -9,10 +9,12 @@
     valid_size     [2]          (height, width) of the part of it that is image, not padding
     crop_box       [4]          (left, top, right, bottom) kept of the scaled image
     image                       the image's path, relative to the root in `features.json`
+    image_stat     [2]          (bytes, modification time in ns) of the image's file
     settings                    a fingerprint of the settings
 
 In a file for many images all arrays but `cores` have a first axis over the images, and `images`
-lists their paths. Text is an array of strings in .npz files, and JSON metadata in .safetensors.
+lists their paths; `image_stat` is not there. Text is an array of strings in .npz files, and JSON
+metadata in .safetensors.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,15 +66,28 @@ def write_features(
             file.write(save(contiguous, metadata))
 
 
-def fingerprint_of(path: Path) -> str | None:
-    """The settings that a file of features was made with; None if it is no whole file of ours."""
+class Origin(NamedTuple):
+    """What a file of features was made with and from."""
+
+    settings: str
+    """The fingerprint."""
+    image_stat: tuple[int, ...] | None
+    """None if the file does not say: those of earlier versions, and those of many images."""
+
+
+def origin_of(path: Path) -> Origin | None:
+    """Where a file of features comes from; None if it is no whole file of ours."""
     try:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
-                return str(file["settings"])
-        from safetensors import safe_open
+                settings = str(file["settings"])
+                stat = file.get("image_stat")
+        else:
+            from safetensors import safe_open
 
-        with safe_open(path, "numpy") as file:
-            return str(json.loads(file.metadata()["settings"]))
+            with safe_open(path, "numpy") as file:
+                settings = str(json.loads(file.metadata()["settings"]))
+                stat = file.get_tensor("image_stat") if "image_stat" in file.keys() else None  # noqa: SIM118
+        return Origin(settings, None if stat is None else tuple(stat.tolist()))
     except Exception:  # whatever is wrong with it, it will be written anew
         return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 from collections.abc import Sequence
@@ -11,10 +13,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from veca.errors import InputError, OutputError
-from veca.features.files import FORMATS, fingerprint_of, write_features
+from veca.errors import ImageError, InputError, OutputError
+from veca.features.files import FORMATS, origin_of, write_features
 from veca.features.pipeline import Item
-from veca.files import atomic_write_json, atomic_write_text, temporary_beside
+from veca.files import (
+    atomic_write_json,
+    atomic_write_text,
+    folder_to_fill,
+    output_errors,
+    printable,
+    temporary_beside,
+)
 from veca.version import __version__
 
 MANIFEST = "features.json"
@@ -35,7 +44,10 @@ class Output(Protocol):
     failures_path: Path
 
     def has(self, item: Item) -> bool:
-        """Whether there is nothing left to do for an image. Called from several threads."""
+        """Whether there is nothing left to do for an image. Called from several threads.
+
+        Asked right before the image is read. An image that cannot have a file: ImageError.
+        """
 
     def add(self, batch: list[Done]) -> None: ...
 
@@ -50,7 +62,9 @@ class Folder:
     """One file an image, written by threads while the next batch is computed.
 
     `features.json` holds the settings of all files in the folder. Each file holds their
-    fingerprint as well, so that a stray or damaged file is never taken for a result.
+    fingerprint as well, so that a stray or damaged file is never taken for a result, and the size
+    and time of its image, so that a replaced image is known. A run that writes no features leaves
+    nothing.
     """
 
     def __init__(
@@ -78,21 +92,47 @@ class Folder:
         if manifest:
             _refuse_other_settings(out, manifest, here)
         self.items = name_items(paths, root)
-        if not manifest:
-            content = {"fingerprint": fingerprint, **here, "veca": __version__}
-            atomic_write_json(out / MANIFEST, content)
         self.failures_path = out / FAILURES
         self._out, self._format, self._fingerprint = out, format, fingerprint
         self._pool = ThreadPoolExecutor(4, "veca-write")
         self._writes: list[Future[None]] = []
+        self._stats: dict[int, tuple[int, int]] = {}  # of images, by place, before they were read
+        self._is_new, self._has_written = not manifest, False
+        with contextlib.ExitStack() as stack:
+            if self._is_new:
+                content = {"fingerprint": fingerprint, **here, "veca": __version__}
+                with output_errors(out):
+                    stack.enter_context(folder_to_fill(out))
+                atomic_write_json(out / MANIFEST, content)
+            self._stack = stack.pop_all()
 
     def has(self, item: Item) -> bool:
+        try:
+            state = item.path.stat()
+        except OSError:  # reading it will say what is wrong
+            return False
+        stat = (state.st_size, state.st_mtime_ns)
+        if self._is_made(item, stat):
+            return True
+        self._stats[item.place] = stat
+        return False
+
+    def _is_made(self, item: Item, stat: tuple[int, int]) -> bool:
         path = self._path_of(item)
         try:
-            stale = path.stat().st_mtime_ns < item.path.stat().st_mtime_ns
-        except OSError:
+            written = path.stat().st_mtime_ns
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                return False
+            raise ImageError(
+                f"{item.path}: the name of its file of features, with .{self._format} at the end, "
+                "would be too long; rename the image"
+            ) from error
+        origin = origin_of(path)
+        if origin is None or origin.settings != self._fingerprint:
             return False
-        return not stale and fingerprint_of(path) == self._fingerprint
+        # A file of an earlier version does not say which image it is of: it must not be older.
+        return written >= stat[1] if origin.image_stat is None else origin.image_stat == stat
 
     def add(self, batch: list[Done]) -> None:
         self.finish()  # at most one batch is held for writing
@@ -105,6 +145,9 @@ class Folder:
 
     def close(self) -> None:
         self._pool.shutdown()
+        if self._is_new and not self._has_written:
+            (self._out / MANIFEST).unlink(missing_ok=True)
+        self._stack.close()
 
     def _path_of(self, item: Item) -> Path:
         # The image's suffix stays, or x.jpg and x.png would share a file.
@@ -112,7 +155,12 @@ class Folder:
 
     def _write(self, done: Done) -> None:
         text: dict[str, Any] = {"image": done.item.name, "settings": self._fingerprint}
-        write_features(self._path_of(done.item), done.arrays, text)
+        arrays = dict(done.arrays)
+        stat = self._stats.pop(done.item.place, None)
+        if stat is not None:
+            arrays["image_stat"] = np.array(stat, dtype=np.int64)
+        write_features(self._path_of(done.item), arrays, text)
+        self._has_written = True
 
 
 class SingleFile:
@@ -190,7 +238,7 @@ def write_failures(path: Path, failed: Sequence[tuple[str, str]]) -> Path | None
         path.unlink(missing_ok=True)
         return None
     lines = (f"{name}\t{' '.join(message.split())}\n" for name, message in failed)
-    atomic_write_text(path, "".join(lines))
+    atomic_write_text(path, printable("".join(lines)))
     return path
 
 
@@ -230,5 +278,6 @@ def _remove_features(folder: Path, fingerprint: str) -> None:
     """Remove the files made with these settings, known by what they hold, and nothing else."""
     for format in FORMATS:
         for path in folder.rglob(f"*.{format}"):
-            if fingerprint_of(path) == fingerprint:
+            origin = origin_of(path)
+            if origin is not None and origin.settings == fingerprint:
                 path.unlink()

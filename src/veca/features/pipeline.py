@@ -6,14 +6,19 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import torch
 
 from veca.errors import ImageError
 from veca.images import Preprocessed
+from veca.lanes import lanes_for, open_lanes
 
-# Decoded pixels held beside the batch that is being computed, at most about twice this: once
-# read ahead, once waiting for others of their size. The images of one batch are held whatever
-# their size.
+Result = TypeVar("Result")
+
+# Decoded pixels held beside the batches that are being computed, at most about twice this: once
+# read ahead, once waiting for others of their size. The images of a batch are held whatever their
+# size.
 HOLD_BYTES = 512 * 2**20
 
 
@@ -75,6 +80,32 @@ def gather(ready: Iterable[Ready], batch_size: int) -> Iterator[list[Ready]]:
         if len(waiting) >= 4 * batch_size or held >= HOLD_BYTES:
             yield groups.pop(max(groups, key=lambda shape: len(groups[shape])))
     yield from groups.values()
+
+
+def compute_all(
+    batches: Iterable[list[Ready]],
+    compute: Callable[[list[Ready]], Result],
+    *,
+    device: torch.device,
+    expected: int,
+) -> Generator[Result, None, None]:
+    """What `compute` gives for each batch, in order; on a CPU several batches at a time.
+
+    `expected` is how many batches there are at least: if few, each gets more than one thread.
+    """
+    if device.type != "cpu":
+        yield from map(compute, batches)
+        return
+    threads = lanes_for(device)
+    lanes = max(1, min(threads, expected))
+    waiting: deque[Future[Result]] = deque()
+    with open_lanes(lanes, threads=threads // lanes) as pool:
+        for batch in batches:
+            waiting.append(pool.submit(compute, batch))
+            if len(waiting) > lanes:  # one more than there are lanes, so that none is ever idle
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _bytes(reading: Reading) -> int:

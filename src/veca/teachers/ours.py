@@ -102,7 +102,7 @@ def save_dense_vit(
 
     Its configuration and `provenance` (plain JSON values) travel in the file's header.
     """
-    target = Path(path).expanduser()
+    target = files.place_for(path)
     if target.suffix != ".safetensors":
         target = target / TENSORS
     state = {

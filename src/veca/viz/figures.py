@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from veca.errors import InputError, suggest
+from veca.files import place_for
 from veca.images import EXTENSIONS
 from veca.model import Veca
 from veca.viz.attention import KINDS, draw_attention, draw_single_cores
@@ -154,7 +155,7 @@ def save(
             a file ending in .png, .svg or .html.
         format: png, svg or html; by default what `out` says, or png.
     """
-    target, entry = Path(out), find_figure(name)
+    target, entry = place_for(out), find_figure(name)
     kind = output_format(target, format)
     as_file = is_file_name(target)
     if as_file and len(views) > 1 and not entry.together:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from veca.cost import cost
-from veca.files import atomic_write
+from veca.files import atomic_write, place_for
 from veca.html import Page
 from veca.viz import numbers
 from veca.viz.figure import Figure
@@ -60,7 +60,7 @@ def report(
         weights: what the page calls the weights.
         progress: called with a line of text as the work goes on.
     """
-    folder, options = Path(out), options or Options()
+    folder, options = place_for(out), options or Options()
     model = views[0].model
     fresh = is_fresh(model)
     page = Page("What the cores see")

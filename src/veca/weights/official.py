@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from veca import files
-from veca.errors import InputError, OutputError, WeightsError
-from veca.model import Veca
+from veca.errors import OutputError, WeightsError
+from veca.model import Veca, check_model
 from veca.weights import safe_pickle, store
 from veca.weights import tensors as ts
 from veca.weights.official_layout import from_ours, to_ours
@@ -78,8 +78,7 @@ def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | N
     Args:
         chunk: cores in one chunk of the bank; 8 if the bank divides into such, as theirs does.
     """
-    if not isinstance(model, Veca):
-        raise InputError(f"export_official takes a Veca model, got {type(model).__name__}.")
+    check_model(model, "export_official")
     path = Path(path).expanduser()
     state = {name: tensor.cpu() for name, tensor in from_ours(model, chunk=chunk).items()}
     ts.require_finite(state, "the tensors to save", "such a model is of no use, so it is not kept.")

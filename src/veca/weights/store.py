@@ -24,7 +24,7 @@ from torch import Tensor
 from veca import files
 from veca.config import VecaConfig
 from veca.errors import ConfigError, InputError, OutputError, WeightsError
-from veca.model import Veca
+from veca.model import Veca, check_model
 from veca.version import __version__
 from veca.weights import tensors as ts
 
@@ -71,10 +71,7 @@ def save(
     Returns:
         The path written.
     """
-    if not isinstance(model, Veca):
-        wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
-        hint = "; pass the model inside it" if wrapped else ""
-        raise InputError(f"save takes a Veca model, got {type(model).__name__}{hint}.")
+    check_model(model, "save")
     return save_state(model.state_dict(), model.config, path, provenance=provenance, dtype=dtype)
 
 
@@ -87,7 +84,7 @@ def save_state(
     dtype: torch.dtype | None = None,
 ) -> Path:
     """`save` for tensors that are in no model, such as an average or a gathered shard."""
-    path = Path(path).expanduser()
+    path = files.place_for(path)
     ts.check_dtype(dtype)
     problems = ts.differences(ts.shapes(state), ts.shapes(ts.blank(config).state_dict()))
     if problems:
