@@ -447,14 +447,16 @@ class TestBadImages:
         got = read_features(tmp_path / "out" / os.fsdecode(b"good\xff.png." + format.encode()))
         assert os.fsencode(got["image"]) == b"good\xff.png"
 
-    def test_names_as_long_as_they_can_be(self, model, tmp_path):
+    @pytest.mark.parametrize("folder", [".", "inner"])
+    def test_names_as_long_as_they_can_be(self, model, tmp_path, folder):
         longest = os.pathconf(tmp_path, "PC_NAME_MAX")
         fits, too_long = (f"{'a' * (longest - 4 - n)}.jpg" for n in (4, 3))  # with .npz, or not
         for name in (fits, too_long):
-            save_image(tmp_path / "photos" / name)
-        summary = extract(model, tmp_path / "photos", tmp_path / "out", size=32)
+            save_image(tmp_path / "photos" / folder / name)
+        photos, out = tmp_path / "photos", tmp_path / "out"
+        summary = extract(model, photos, out, size=32, root=photos)
         assert (summary.computed, len(summary.failed)) == (1, 1)
-        assert (tmp_path / "out" / f"{fits}.npz").exists()
+        assert (out / folder / f"{fits}.npz").exists()
         name, message = summary.failed[0]
         assert name.endswith(too_long) and message.endswith("would be too long; rename the image")
 

@@ -121,18 +121,26 @@ class Folder:
         path = self._path_of(item)
         try:
             written = path.stat().st_mtime_ns
-        except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
-                return False
-            raise ImageError(
-                f"{item.path}: the name of its file of features, with .{self._format} at the end, "
-                "would be too long; rename the image"
-            ) from error
+        except OSError:
+            self._refuse_long_name(item)
+            return False
         origin = origin_of(path)
         if origin is None or origin.settings != self._fingerprint:
             return False
         # A file of an earlier version does not say which image it is of: it must not be older.
         return written >= stat[1] if origin.image_stat is None else origin.image_stat == stat
+
+    def _refuse_long_name(self, item: Item) -> None:
+        path = self._path_of(item)
+        for place in (path, self._out / path.name):  # the folder of the first may be missing yet
+            try:
+                place.lstat()
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    raise ImageError(
+                        f"{item.path}: the name of its file of features, with .{self._format} at "
+                        "the end, would be too long; rename the image"
+                    ) from error
 
     def add(self, batch: list[Done]) -> None:
         self.finish()  # at most one batch is held for writing
