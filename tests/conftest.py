@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +19,14 @@ if os.environ.get("CI"):
     settings.load_profile("ci")
 
 SMALLEST = VecaConfig(depth=3, width=32, heads=2, num_cores=8)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing of the user's is used, and nothing is left there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VECA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(autouse=True)

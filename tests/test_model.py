@@ -414,3 +414,42 @@ def test_other_bad_requests_are_named(tiny):
         tiny.backend = "spda"
     with pytest.raises(VecaError):
         create_model("tiny", num_cors=3)
+
+
+def test_norm_maps_of_an_attention_that_adds_nothing_are_zero(tiny):
+    for block in tiny.blocks:
+        torch.nn.init.zeros_(block.attn.out.weight)
+    maps = tiny.attention_maps(torch.randn(IMAGES), cores=3, kind="norm")
+    assert torch.equal(maps, torch.zeros_like(maps))  # not NaN
+
+
+def test_dropout_acts_after_the_attention_and_twice_in_the_feed_forward(monkeypatch):
+    model = stirred(create_model(SMALLEST.replace(depth=1, dropout=0.25)))
+    seen = []
+
+    def note(x, p, training):
+        seen.append((x.shape[-1], p, training))
+        return x
+
+    monkeypatch.setattr("veca.model.F.dropout", note)
+    width, hidden = model.config.width, model.config.hidden_width
+    for training in (True, False):
+        seen.clear()
+        model.train(training)(torch.randn(IMAGES))
+        assert seen == [(side, 0.25, training) for side in (width, hidden, width)]
+
+
+def test_every_norm_has_the_configured_eps():
+    model = create_model(SMALLEST.replace(norm_eps=1e-3))
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert len(norms) == 2 * SMALLEST.depth + 1 and {m.eps for m in norms} == {1e-3}
+
+
+def test_reset_parameters_starts_the_steps_of_the_cores_anew(tiny):
+    tiny.reset_parameters()
+    assert all(move.alpha.item() == pytest.approx(0.01) for move in tiny.moves)
+
+
+def test_training_does_not_look_at_the_pixels(tiny, monkeypatch):
+    monkeypatch.setattr("veca.model.check_finite", lambda images: pytest.fail("a wait for the GPU"))
+    tiny.train()(torch.randn(IMAGES))

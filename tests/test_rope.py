@@ -92,3 +92,27 @@ def test_augmentation_is_one_draw_for_all_within_the_published_range():
         assert shift.abs().max() <= 0.08 + 1e-5
         scales.append(scale)
     assert 0.5 - 1e-5 <= min(scales) < 0.6 and 1.8 < max(scales) <= 2.0 + 1e-5
+
+
+def test_the_share_of_periods_that_stand_still_is_rounded():
+    periods = rope.periods(48, 100.0, 0.125)  # 1.5 of 12
+    assert periods.isinf().tolist() == [False] * 10 + [True] * 2
+
+
+def test_jitter_scales_each_axis_by_its_own_draw():
+    xy = rope.grid_coordinates(4, 4)
+    scales = torch.stack(
+        [(rope.augment_coordinates(xy, None, 1.5, None) / xy)[0] for _ in range(200)]
+    )
+    low, high = scales.min(dim=0).values, scales.max(dim=0).values
+    assert (low >= 1 / 1.5 - 1e-5).all() and (low < 0.72).all()
+    assert (high <= 1.5 + 1e-5).all() and (high > 1.4).all()
+    assert (scales[:, 0] - scales[:, 1]).abs().max() > 0.3
+
+
+def test_shifts_go_both_ways_on_each_axis():
+    xy = rope.grid_coordinates(2, 2)
+    moves = torch.stack(
+        [(rope.augment_coordinates(xy, 0.08, None, None) - xy)[0] for _ in range(200)]
+    )
+    assert (moves.min(dim=0).values < -0.07).all() and (moves.max(dim=0).values > 0.07).all()

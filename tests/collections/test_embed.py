@@ -322,6 +322,19 @@ def test_repaired_images_are_done_on_request(embed, images, tree, tmp_path):
     assert tree(tmp_path / "a") == tree(tmp_path / "b")  # failures.jsonl is gone, too
 
 
+def test_a_repair_keeps_the_rows_of_images_that_are_gone(embed, images, tmp_path):
+    """A shard is made anew as a whole, and what is gone cannot be."""
+    bad = images / "0" / "bad.png"
+    bad.write_bytes(b"no image")
+    embed(images, tmp_path / "a", shard_rows=50)
+    bad.write_bytes(encoded(picture(77)))
+    gone = sorted((images / "0").glob("0*.png"))[0]
+    gone.unlink()
+    report = embed(images, tmp_path / "a", shard_rows=50, retry_failed=True)
+    assert str(gone) in read_embeddings(tmp_path / "a")[0]
+    assert (report.computed, report.images, report.failed) == (0, 30, 1)
+
+
 def test_a_hundred_failures_in_a_row_stop_the_run(embed, images, tree, tmp_path):
     for i in range(120):
         (images / "1" / f"bad{i:03d}.png").write_bytes(b"no image")
@@ -485,3 +498,12 @@ def test_a_name_that_is_no_text(embed, tmp_path):
     assert (report.images, report.failed) == (1, 1)
     assert read_embeddings(tmp_path / "out")[0] == [f"{folder}/a\\xff.png"]
     assert embed(folder, tmp_path / "out").computed == 0
+
+
+def test_a_sliver_is_a_failure_and_not_a_giant(embed, images, tmp_path, monkeypatch):
+    monkeypatch.setattr("veca.collections.compute.MAX_PIXELS", 20_000)
+    (images / "0" / "sliver.png").write_bytes(encoded(picture(0, 4, 200)))
+    report = embed(images, tmp_path / "out", size=32)
+    assert (report.images, report.failed) == (30, 1)
+    (line,) = map(json.loads, (tmp_path / "out" / "failures.jsonl").read_text().splitlines())
+    assert line["reason"] == "4 x 200 would become 32 x 1600"

@@ -205,3 +205,11 @@ def test_bad_settings_are_refused(settings: dict, message: str) -> None:
 def test_bad_input_is_refused(images, keys, size, message) -> None:
     with pytest.raises(DataError, match=message):
         Augmentation()(images, keys, size)
+
+
+def test_random_boxes_keep_within_the_area_asked_for() -> None:
+    augment = Augmentation(AugmentConfig(kind="rrc", area=(0.2, 0.5), aspect=(1.0, 1.0)))
+    keys, sides = sample_keys(0, 0, np.arange(500)), np.full(500, 100)
+    left, top, right, bottom = augment.crops(keys, sides, sides, (32, 32)).boxes.T
+    shares = (right - left) * (bottom - top)
+    assert 0.2 - 1e-9 <= shares.min() < 0.21 and 0.49 < shares.max() <= 0.5 + 1e-9

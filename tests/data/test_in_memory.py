@@ -160,3 +160,24 @@ def test_moving_to_a_device(tmp_path: Path) -> None:
     moved = images.to("meta")  # stands for a card: memory of another kind
     assert moved.images.device.type == "meta" and moved.images.shape == images.images.shape
     assert moved.fingerprint() == images.fingerprint() and moved.to("meta") is moved
+
+
+def test_lists_of_the_same_names_in_two_folders_are_kept_apart(tmp_path: Path) -> None:
+    built = []
+    for i, folder in enumerate((tmp_path / "a", tmp_path / "b")):
+        folder.mkdir()
+        (folder / "0.png").write_bytes(encoded(picture(i)))
+        (folder / "list.txt").write_text("0.png\n")
+        source = open_source(folder / "list.txt")
+        built.append(InMemoryImages.build(source, size=16, cache=tmp_path / "kept", workers=0))
+    assert not torch.equal(built[0].images, built[1].images)
+
+
+def test_a_kept_set_with_more_bad_images_than_are_allowed_now(tmp_path: Path) -> None:
+    photos = make_folder(tmp_path / "photos", 20)
+    for path in sorted(photos.rglob("*.png"))[:5]:
+        path.write_bytes(b"no image")
+    ways = {"size": 16, "cache": tmp_path / "kept", "workers": 0}
+    assert len(InMemoryImages.build(open_source(photos), bad_limit=0.5, **ways)) == 15
+    with pytest.raises(TooManyBadError, match="5 of 20"):
+        InMemoryImages.build(open_source(photos), **ways)

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +29,8 @@ from veca.data import (
     sample_keys,
 )
 from veca.data.faults import Faults
+from veca.data.order import SampleOrder
+from veca.data.reader import Job, Reader
 
 JITTER = AugmentConfig("rrc")
 
@@ -231,7 +235,8 @@ if sys.argv[2] == "failed":
 def test_a_process_ends_though_its_loader_was_not_closed(photos: Path, how: str, status) -> None:
     words = [sys.executable, "-c", FORGOTTEN, str(photos), how]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE) as process:
+    heed = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # nohup does not
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, preexec_fn=heed) as process:
         assert process.stdout.readline() == b"ready\n"
         if how == "interrupted":
             process.send_signal(signal.SIGINT)
@@ -405,3 +410,83 @@ def test_bad_requests_are_refused(photos: Path) -> None:
     with pytest.raises(DataError, match="count from 0"):
         made.batch(-1)
     assert made.step == 0
+
+
+class Listed:
+    """Encoded images in a list; notes which are read."""
+
+    def __init__(self, images: list[bytes]) -> None:
+        self.images, self.seen = images, []
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def read(self, index: int) -> bytes:
+        self.seen.append(index)
+        return self.images[index]
+
+    def name(self, index: int) -> str:
+        return f"{index}.png"
+
+    def fingerprint(self) -> str:
+        return "listed"
+
+
+def job(indices: list[int], size: int = 32, teacher: int | None = None) -> Job:
+    rows = np.array(indices)
+    shown = None if teacher is None else (teacher, teacher)
+    return Job(0, rows, sample_keys(0, 0, np.arange(len(rows))), (size, size), shown)
+
+
+def test_what_stands_in_for_a_bad_image_is_in_the_subset() -> None:
+    """Else a run would train on images that it holds out."""
+    source = Listed([b"no image", *(encoded(picture(i)) for i in range(1, 12))])
+    reader = Reader(source, Augmentation(AugmentConfig("none")), np.array([0, 9, 11]))
+    assert reader[job([0] * 20)].error is None
+    assert set(source.seen) == {0, 9, 11}
+
+
+def test_another_image_stands_in_at_each_try() -> None:
+    source = Listed([encoded(picture(i)) if i < 6 else b"no image" for i in range(18)])
+    piece = Reader(source, Augmentation(AugmentConfig("none")))[job([17] * 10)]
+    assert piece.error is None and len({name for name, _ in piece.bad}) > 3
+
+
+def test_the_teachers_view_is_decoded_as_finely_as_it_needs() -> None:
+    source = Listed([encoded(picture(0, 1024, 1024), "JPEG", quality=95)])
+    reader = Reader(source, Augmentation(AugmentConfig("none")))
+    both, alone = reader[job([0], 32, 512)], reader[job([0], 512)]
+    assert both.teacher is not None and np.array_equal(both.teacher, alone.student)
+
+
+def test_the_choice_of_images_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    photos = make_folder(tmp_path / "photos", 6)
+    one, other, every = (
+        Loader(photos, batch_size=2, size=32, workers=0, subset=subset)
+        for subset in ([0, 1, 2], [0, 1, 3], None)
+    )
+    assert len({loader.fingerprint() for loader in (one, other, every)}) == 3
+    with pytest.raises(DataError, match="other data: its fingerprint"):
+        other.load_state_dict(one.state_dict())
+
+
+def test_loading_a_state_forgets_the_batch_before(tmp_path: Path) -> None:
+    loader = Loader(make_folder(tmp_path / "photos", 9), batch_size=4, size=32, workers=0)
+    start, wanted = loader.state_dict(), loader.batch_indices(1).indices
+    loader.batch(batch_size=2)
+    loader.batch()
+    loader.load_state_dict(start)
+    assert np.array_equal(loader.batch_indices(1).indices, wanted)
+
+
+def test_few_epochs_are_kept_in_memory() -> None:
+    order = SampleOrder(10)
+    order.take(0, 200)
+    assert len(order._cached) <= 4
+
+
+def test_a_small_set_is_judged_when_all_of_it_was_read() -> None:
+    faults = Faults(20)
+    faults.note(10, [("a", "broken"), ("b", "broken")])
+    with pytest.raises(TooManyBadError, match="3 of 20 images"):
+        faults.note(10, [("c", "broken")])

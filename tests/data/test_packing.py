@@ -327,3 +327,32 @@ def test_sizes_in_bytes() -> None:
     for text in ("", "-1", "MiB", "0", "1 parsec"):
         with pytest.raises(DataError):
             parse_bytes(text)
+
+
+def test_failures_of_a_shard_that_is_done_again_are_listed_once(tmp_path: Path) -> None:
+    photos = make_folder(tmp_path / "photos", 30)
+    for i in (4, 25):
+        Path(open_source(photos).name(i)).write_bytes(b"no image")
+    first = pack(photos, tmp_path / "out", size=24, per_shard=10, workers=0)
+    first.shards[-1].unlink()
+    again = pack(photos, tmp_path / "out", size=24, per_shard=10, workers=0)
+    assert again.failures == first.failures and len(again.failures) == 2
+    assert len((tmp_path / "out" / FAILURES).read_text().splitlines()) == 2
+
+
+def test_failures_that_are_not_in_a_row_stop_nothing(tmp_path: Path) -> None:
+    photos = make_folder(tmp_path / "photos", 150, 8, 8)
+    source = open_source(photos)
+    for i in range(150):
+        if i % 75:
+            Path(source.name(i)).write_bytes(b"no image")
+    report = pack(source, tmp_path / "out", size=8, workers=0)
+    assert report.images == 2 and len(report.failures) == 148
+
+
+def test_long_names_are_shortened_to_what_a_tar_takes(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / f"{'x' * 200}.png").write_bytes(encoded(picture(0)))
+    report = pack(tmp_path / "photos", tmp_path / "out", size=24, workers=0)
+    assert report.images == 1
+    assert Path(open_source(tmp_path / "out").name(0)).name == f"00000000_{'x' * 64}.jpg"

@@ -132,3 +132,14 @@ def test_other_unusable_shards(tmp_path: Path) -> None:
     path.write_bytes(b"\x01" * 4096)
     with pytest.raises(DataError, match="damaged"):
         open_source(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the process's open files")
+def test_few_shards_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "_OPEN_FILES", 2)
+    for i in range(6):
+        write_tar(tmp_path / f"{i}.tar", {"0.jpg": b"%d" % i})
+    source = open_source(tmp_path)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert [source.read(i) for i in range(6)] == [b"%d" % i for i in range(6)]
+    assert len(list(Path("/proc/self/fd").iterdir())) - before == 2

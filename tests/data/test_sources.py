@@ -235,3 +235,21 @@ def test_names_are_kept_to_the_letter() -> None:
         kept[5]
     with pytest.raises(ValueError, match="belong together"):
         Names(np.zeros(3, np.uint8), np.array([2]))
+
+
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    make_folder(tmp_path / "photos", 2)
+    (tmp_path / "photos" / "0" / "self").symlink_to("self")
+    assert len(open_source(tmp_path / "photos")) == 2
+
+
+def test_a_list_with_a_byte_order_mark(tmp_path: Path) -> None:
+    make_folder(tmp_path / "photos", 1)
+    (tmp_path / "list.txt").write_text("photos/0/000.png\n", encoding="utf-8-sig")
+    assert open_source(tmp_path / "list.txt").read(0).startswith(b"\x89PNG")
+
+
+def test_a_pattern_names_each_image_once(tmp_path: Path) -> None:
+    make_folder(tmp_path, 4)
+    found = open_source(str(tmp_path / "0" / "{003,*}.png"))
+    assert names(found, tmp_path) == ["0/003.png", "0/000.png"]

@@ -8,8 +8,9 @@ import resource
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from veca.distill import DistillError, checkpoint
+from veca.distill import DistillError
 from veca.distill.checkpoint import CheckpointStore
 from veca.errors import OutputError
 
@@ -46,16 +47,16 @@ def test_last_best_and_milestones_are_kept(tmp_path) -> None:
 def test_a_full_disk_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1)
-    real, calls = checkpoint.save_file, []
+    real, calls = save_file, []
 
-    def full(tensors, path):
+    def full(tensors, path, **more):
         calls.append(path)
         if len(calls) == 2:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path)
+        real(tensors, path, **more)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr("veca.weights.tensors.save_file", full)
     store.save(2, sections(2), {}, best=True)
     with pytest.raises(OutputError, match=r"No space left.*free some space"):
         store.wait()

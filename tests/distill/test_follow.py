@@ -167,3 +167,10 @@ def test_code_version_names_the_source() -> None:
 def test_no_run_no_metrics(tmp_path) -> None:
     with pytest.raises(DistillError, match=r"is .* a run"):
         read_metrics(tmp_path / "none")
+
+
+def test_a_run_that_starts_anew_starts_an_empty_file(tmp_path) -> None:
+    old = [{"kind": "skipped", "name": "x.jpg", "reason": "bad"}, {"kind": "train", "step": 1}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in old))
+    Follower(tmp_path, steps=4, tensorboard=False).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""

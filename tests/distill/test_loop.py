@@ -8,21 +8,30 @@ import json
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import nn
 
 import veca
+from data.pictures import make_folder
 from distill.small import TABLE, curve, run, settings
-from veca.data import Augmentation, AugmentConfig, DataError, InMemoryImages, sample_keys
+from veca.data import (
+    Augmentation,
+    AugmentConfig,
+    DataError,
+    InMemoryImages,
+    TooManyBadError,
+    sample_keys,
+)
 from veca.distill import (
     DistillError,
     DivergedError,
-    checkpoint,
     distill,
     export_checkpoint,
     load_heads,
@@ -32,9 +41,14 @@ from veca.distill import (
 from veca.distill.checkpoint import CheckpointStore
 from veca.distill.cohort import Cohort
 from veca.distill.ema import WeightAverage
+from veca.distill.loop import Run
+from veca.distill.nested import BudgetSampler
 from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
+from veca.distill.schedule import Phase, Plan, SizeSchedule
 from veca.distill.setup import open_data
+from veca.distill.trainer import Trainer
+from veca.distill.validate import mean_loss
 from veca.errors import OutputError, VecaError
 from veca.teachers import CallableTeacher, TeacherError, read_dense_vit
 from veca.weights import read_provenance
@@ -223,14 +237,14 @@ def test_a_finished_run_can_be_resumed_to_nothing(finished) -> None:
 
 def test_a_full_disk_in_the_middle_of_a_run(finished, tmp_path, monkeypatch) -> None:
     _, changes, whole = finished
-    real = checkpoint.save_file
+    real = save_file
 
-    def full(tensors, path):
+    def full(tensors, path, **more):
         if "step-00000004" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(tensors, path)
+        real(tensors, path, **more)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr("veca.weights.tensors.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
         distill(settings(**changes), tmp_path / "run")
     monkeypatch.undo()
@@ -651,3 +665,126 @@ def test_a_place_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DistillError, match="cannot write to"):
         distill(settings(), tmp_path / "file" / "run")
+
+
+def test_a_resumed_run_counts_on_and_remembers_its_best(tmp_path) -> None:
+    changes = {"data": {"hold_out": 4}, "checkpoint": {"every": 2}}
+    distill(settings(**changes, schedule={"steps": 4}), tmp_path)
+    store = CheckpointStore(tmp_path)
+    about = store.path(4) / "about.json"
+    table = json.loads(about.read_text())
+    assert table["best"] == read_metrics(tmp_path, "validation")[-1]["loss"]
+    about.write_text(json.dumps({**table, "best": 0.0}))  # which nothing beats
+    result = distill(settings(**changes, schedule={"steps": 6}), tmp_path, resume=True)
+    assert (result.best, store.best_step(), store.steps()) == (0.0, 4, [4, 6])
+    assert read_metrics(tmp_path, "end")[-1]["samples"] == 6 * 4
+    assert read_provenance(result.final)["samples"] == 6 * 4
+
+
+def test_a_checkpoint_is_also_due_after_some_minutes(tmp_path, monkeypatch) -> None:
+    saved = []
+    save = CheckpointStore.save
+
+    def note(self, step, *rest, **more):
+        saved.append(step)
+        return save(self, step, *rest, **more)
+
+    monkeypatch.setattr(CheckpointStore, "save", note)
+    for minutes, wanted in ((1e-9, [3, 6]), (60.0, [6])):
+        saved.clear()
+        run(tmp_path / str(minutes), checkpoint={"every": 0, "minutes": minutes})
+        assert saved == wanted
+
+
+def test_before_the_cool_down_another_plan_is_welcome(tmp_path) -> None:
+    changes = {"schedule": {"steps": 8, "warmup": 1, "cooldown": 3}}
+    run(tmp_path, **changes)
+    shutil.rmtree(CheckpointStore(tmp_path).path(8))  # as if it had been stopped at step 5
+    records = run(tmp_path, resume=True, schedule={"steps": 12, "warmup": 1, "cooldown": 3})
+    assert [r["lr"] for r in records[5:10]] == [2e-3] * 5 and records[-1]["step"] == 12
+
+
+def test_the_validation_loss_is_a_mean_over_the_grid_of_sums_over_teachers() -> None:
+    lessons = [
+        SimpleNamespace(name=name, settings=SimpleNamespace(weight=weight))
+        for name, weight in (("a", 1.0), ("b", 0.5))
+    ]
+    rows = [
+        {"size": 32, "cores": cores, "teacher": name, "loss": loss}
+        for cores, name, loss in ((1, "a", 3.0), (1, "b", 4.0), (8, "a", 1.0), (8, "b", 2.0))
+    ]
+    assert mean_loss(rows, SimpleNamespace(lessons=lessons)) == pytest.approx((5.0 + 2.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "wanted"),
+    [
+        (1, 0, {32: 12, 64: 8, 128: 2}),  # 128 px: as many pixels as 8 of 64 px
+        (4, 0, {32: 12, 64: 8, 128: 4}),
+        (2, 3, {32: 2, 64: 2, 128: 2}),
+    ],
+)
+def test_validation_batches_fit_memory_and_ranks(ranks: int, batch: int, wanted: dict) -> None:
+    here = Run.__new__(Run)
+    here.config = settings(validation={"sizes": [32, 64, 128], "batch": batch})
+    sizes = SizeSchedule([Phase({32: 1.0, 64: 1.0})], 8, {32: 12})
+    here.plan = Plan(sizes, BudgetSampler(8), steps=4, warmup=0, lr=1.0, lr_min=0.1)
+    here.world = SimpleNamespace(size=ranks)
+    architecture = SimpleNamespace(num_cores=8, patch_size=16)
+    here.cohort = SimpleNamespace(
+        main=SimpleNamespace(architecture=architecture), teacher_size=lambda size: (size, size)
+    )
+    here._check_sizes()
+    assert here.validation_batches == wanted
+
+
+def test_the_average_counts_the_steps_done(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(WeightAverage, "update", lambda self, step: seen.append(step))
+    distill(settings(ema=0.8, schedule={"steps": 4}), tmp_path)
+    assert seen == [1, 2, 3, 4]
+
+
+def test_large_images_come_in_more_parts(tmp_path, monkeypatch) -> None:
+    seen = []
+    learn = Trainer.learn
+
+    def note(self, pixels, *rest, **more):
+        seen.append((pixels.shape[-1], len(pixels)))
+        return learn(self, pixels, *rest, **more)
+
+    monkeypatch.setattr(Trainer, "learn", note)
+    phases = [{"draw": {"32": 1.0}, "until": 1}, {"draw": {"48": 1.0}}]
+    changes = {
+        "optimizer": {"accumulate": 2, "accumulate_by_size": {"48": 4}},
+        "schedule": {"steps": 2, "warmup": 0, "batch": 4, "size": 0, "phases": phases},
+    }
+    distill(settings(**changes), tmp_path)
+    assert seen == [(32, 2)] * 2 + [(48, 1)] * 4
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_how_many_bad_images_are_borne_is_a_setting(tmp_path, in_memory: bool) -> None:
+    photos = make_folder(tmp_path / "photos", 20)
+    for path in sorted(photos.rglob("*.png"))[:5]:
+        path.write_bytes(b"no image")
+    data = {"source": str(photos), "in_memory": in_memory, "memory_size": 32, "workers": 0}
+    steps = {"steps": 8, "warmup": 0}
+    with pytest.raises(TooManyBadError, match=r"raise bad_limit .*data\.bad_limit"):
+        distill(settings(data=data, schedule=steps), tmp_path / "strict")
+    data["bad_limit"] = 0.5
+    assert distill(settings(data=data, schedule=steps), tmp_path / "run").stopped == "done"
+    with pytest.raises(DistillError, match="bad_limit is a share from 0 to 1, got 2"):
+        settings(data={**data, "bad_limit": 2.0})
+
+
+def test_a_bad_image_of_any_name_is_left_out(tmp_path) -> None:
+    photos = make_folder(tmp_path / "photos", 6)
+    (photos / os.fsdecode(b"bad\xff.png")).write_bytes(b"no image")
+    said = io.StringIO()
+    data = {"source": str(photos), "workers": 0, "bad_limit": 0.5}
+    config = settings(data=data, schedule={"steps": 4, "warmup": 0})
+    distill(config, tmp_path / "run", console=Console(file=said))
+    assert "bad\\xff.png" in said.getvalue()
+    (record,) = read_metrics(tmp_path / "run", "skipped")
+    assert record["name"].endswith("bad\udcff.png")

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
+from distill.small import settings
+from veca.distill import distill
+from veca.distill.draws import seed_torch
 from veca.distill.errors import DistillError
-from veca.distill.nested import BudgetSampler
+from veca.distill.nested import BudgetSampler, default_budgets
 
 
 def test_defaults_are_published() -> None:
@@ -84,3 +88,25 @@ def test_every_step_may_train_fixed_budgets_alone() -> None:
 def test_what_makes_no_sense_is_refused(arguments: dict, words: str) -> None:
     with pytest.raises(DistillError, match=words):
         BudgetSampler(64, **arguments)
+
+
+def test_default_budgets_are_eighths_rounded_up():
+    assert default_budgets(12) == (2, 3, 5, 6, 8, 9, 11, 12)
+
+
+def test_torch_draws_by_seed_step_and_pass():
+    def drawn(*where: int) -> float:
+        seed_torch(*where)
+        return torch.rand(1).item()
+
+    places = [(seed, step, number) for seed in (0, 1) for step in (0, 7) for number in (0, 1)]
+    found = [drawn(*place) for place in places]
+    assert len(set(found)) == len(places) and found == [drawn(*place) for place in places]
+
+
+def test_every_pass_of_a_step_has_random_numbers_of_its_own(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("veca.distill.trainer.seed_torch", lambda *where: seen.append(where))
+    nested = {"budgets": [2, 4, 8], "per_step": 2}
+    distill(settings(seed=5, schedule={"steps": 3}, nested=nested), tmp_path)
+    assert seen == [(5, step, number) for step in range(3) for number in range(2)]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from conftest import SMALLEST
+from distill.small import settings
 from veca import create_model
-from veca.distill import DistillError
+from veca.distill import DistillError, distill
 from veca.distill.optim import NAMES, Optimizers, RowAdamW, Split
 from veca.distill.parallel import shard
 from veca.distill.student import Student
@@ -70,13 +71,14 @@ def test_unknown_name() -> None:
         Optimizers(make_student(), name="sgd")
 
 
-def test_rows_with_gradients_move_as_adamw_moves_them() -> None:
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_rows_with_gradients_move_as_adamw_moves_them(size: float) -> None:
     options = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.9, 0.99), "eps": 1e-8}
     start = torch.randn(4, 3)
     ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
     mine, reference = RowAdamW([ours], **options), torch.optim.AdamW([theirs], **options)
     for _ in range(5):
-        ours.grad = torch.randn(4, 3)
+        ours.grad = torch.randn(4, 3) * size
         theirs.grad = ours.grad.clone()
         mine.step()
         reference.step()
@@ -132,3 +134,31 @@ def test_states_go_by_name_and_come_back(name: str) -> None:
 def test_states_of_another_model_are_refused() -> None:
     with pytest.raises(DistillError, match="another architecture"):
         Optimizers(make_student()).load_state_tensors({"nothing/step": torch.zeros(1)}, shard)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_reaches_its_optimiser(name: str) -> None:
+    both = {"lr": 0.3, "weight_decay": 0.4}
+    adam = {"betas": (0.5, 0.6), "eps": 1e-5}
+    matrix = {"mu": 0.8, "beta2": 0.7, "nesterov": False, "cautious": False}
+    muon = {"momentum": 0.8, "nesterov": False}
+    wanted = {"NorMuon": matrix, "Muon": muon, "RowAdamW": adam, "AdamW": adam}
+    for member in Optimizers(make_student(), name=name, **both, **adam, **matrix).members:
+        for group in member.param_groups:
+            assert {**both, **wanted[type(member).__name__]}.items() <= group.items()
+
+
+def test_every_setting_of_the_optimiser_is_passed_on(tmp_path, monkeypatch) -> None:
+    asked = {
+        "lr": 3e-3, "weight_decay": 0.2, "mu": 0.8, "beta2": 0.7, "nesterov": False,
+        "cautious": False, "betas": [0.5, 0.6], "eps": 1e-5,
+    }  # fmt: skip
+    seen = []
+
+    def note(module, **options):
+        seen.append(options)
+        return Optimizers(module, **options)
+
+    monkeypatch.setattr("veca.distill.trainer.Optimizers", note)
+    distill(settings(schedule={"steps": 1, "warmup": 0}, optimizer=asked), tmp_path)
+    assert seen == [{**asked, "name": "normuon", "betas": (0.5, 0.6)}]

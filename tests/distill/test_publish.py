@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import veca
+from conftest import SMALLEST
 from distill.small import run, settings
 from veca.cli.main import main
 from veca.distill import DistillError, distill, load_targets, publish
@@ -120,3 +121,27 @@ def test_command(stages, tmp_path, capsys) -> None:
     assert "wrote" in capsys.readouterr().out
     assert main(["publish", final, "--out", str(tmp_path / "y"), "--dtype", "int8"]) == 2
     assert "float16" in capsys.readouterr().err
+
+
+def test_nothing_of_older_weights_stays_beside_new_ones(tmp_path) -> None:
+    veca.save(veca.create_model(SMALLEST), tmp_path / "w")
+    (tmp_path / "ready").mkdir()
+    publish(tmp_path / "w", tmp_path / "ready")
+    for extra in ("heads.safetensors", "targets.safetensors"):
+        (tmp_path / "ready" / extra).write_bytes(b"of other weights")
+    publish(tmp_path / "w", tmp_path / "ready")
+    assert not list((tmp_path / "ready").glob("[ht]*.safetensors"))
+
+
+def test_a_name_with_brackets_is_printed_as_it_is(tmp_path, capsys) -> None:
+    veca.save(veca.create_model(SMALLEST), tmp_path / "w")
+    main(["publish", str(tmp_path / "w"), "--out", str(tmp_path / "ship[fp16]")])
+    assert "ship[fp16]: " in capsys.readouterr().out.replace("\n", "")
+
+
+def test_new_results_replace_those_of_the_card(tmp_path) -> None:
+    veca.save(veca.create_model(SMALLEST), tmp_path / "w")
+    publish(tmp_path / "w", tmp_path / "ready", results="50 %")
+    publish(tmp_path / "ready", tmp_path / "ready", results="60 %")
+    card = (tmp_path / "ready" / "README.md").read_text()
+    assert "60 %" in card and "50 %" not in card

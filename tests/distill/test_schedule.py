@@ -110,3 +110,13 @@ def test_plan_joins_everything() -> None:
     steps = list(plan.from_step(4))
     assert [step.number for step in steps] == [4, 5, 6, 7, 8, 9]
     assert steps[0] == plan.step(4)
+
+
+def test_a_phase_ends_before_the_step_it_names():
+    sizes = SizeSchedule([Phase({32: 1.0}, until=3), Phase({64: 1.0})], 8)
+    assert [sizes.size(step) for step in range(5)] == [32, 32, 32, 64, 64]
+
+
+def test_a_size_of_weight_zero_never_comes():
+    sizes = SizeSchedule([Phase({32: 1.0, 64: 0.0})], 8)
+    assert sizes.sizes == (32,) and {sizes.size(step) for step in range(50)} == {32}

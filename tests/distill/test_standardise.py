@@ -66,3 +66,9 @@ def test_targets_that_do_not_fit_are_refused(tmp_path) -> None:
         load_targets(tmp_path / "none")
     with pytest.raises(DistillError, match="no features"):
         RunningMoments().moments()
+
+
+def test_features_that_never_change_are_brought_to_zero() -> None:
+    moments = RunningMoments()
+    moments.add(torch.full((4, 3), 2.0))
+    assert torch.equal(moments.moments().standardise(torch.full((2, 3), 2.0)), torch.zeros(2, 3))

@@ -11,6 +11,7 @@ import veca
 from conftest import SMALLEST
 from veca.errors import InputError, MissingExtraError, OutputError
 from veca.export import ExportError, api, export_model, onnx_file, verify
+from veca.export.api import _check
 from veca.export.graph import frozen_copy
 
 
@@ -151,3 +152,7 @@ def test_budgets_to_check():
     assert api._budgets_to_check(5, 64) == [5]
     assert api._budgets_to_check("any", 64) == [1, 8, 64]
     assert api._budgets_to_check("any", 4) == [1, 4]
+
+
+def test_a_budget_asked_for_twice_is_one_file(tiny):
+    assert _check(tiny, "torch-export", [4, 2, 4], None, "float32", "x", None) == [4, 2]

@@ -127,3 +127,10 @@ def test_many_parts_few_open_files(tmp_path, monkeypatch):
 def test_the_default_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("VECA_CACHE", str(tmp_path))
     assert default_folder() == tmp_path / "probe"
+
+
+def test_a_part_that_is_written_again_is_read_anew(tmp_path):
+    entry = Entry(tmp_path, {"weights": "abc"}, 2, 4)
+    for value in (1.0, 2.0):
+        entry.write(0, {"x": np.full(2, value)})
+        assert entry.read(0, "x").tolist() == [value, value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from veca.errors import ImageError, OutputError
 from veca.probe import ProbeError, TeacherBackbone
 from veca.probe.cache import Entry
 from veca.probe.datasets import open_dataset
-from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, Summary, Want, extract
+from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, Summary, Want, _key, extract
 from veca.probe.protocol import CropView, WindowView
 from veca.probe.views import FrameView, SquareView
 
@@ -280,3 +281,19 @@ def test_a_part_that_cannot_be_written_stops_the_run(dataset, tmp_path, stack, m
     monkeypatch.setattr(Entry, "write", full)
     with pytest.raises(OutputError, match="the disk is full"):
         run(dataset, [Want(sets.backbone(), square(), GLOBAL)], tmp_path / "c", stack)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        (GLOBAL, {"cell": 32}),
+        (GLOBAL, {"dtype": "bfloat16"}),
+        (DENSE, {"dense_dtype": "float32"}),
+    ],
+)
+def test_settings_that_change_the_numbers_change_the_entry(tmp_path, kind, change):
+    dataset = open_dataset("folder", sets.class_folders(tmp_path / "data"), "train")
+    want, settings = Want(sets.backbone(), square(), kind), sets.protocol().extract
+    other = dataclasses.replace(settings, **change)
+    assert other != settings
+    assert _key(dataset, [0], want, other) != _key(dataset, [0], want, settings)

@@ -142,3 +142,8 @@ def test_labels_are_checked_by_name():
     assert as_labels([0, 2], 3, ["a", "b"]).tolist() == [0, 2]
     with pytest.raises(ProbeError, match=r"b\.jpg: label 3 is outside the classes 0..2"):
         as_labels([0, 3], 3, ["a.jpg", "b.jpg"])
+
+
+def test_delta1_leaves_out_its_bound():
+    found = depth_errors(np.array([[5.0, 4.9]]), np.array([[4.0, 4.0]]))
+    assert found is not None and found["delta1"] == 0.5

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from probe import sets
 from veca.probe.extract import DenseSample
 from veca.probe.segmentation import (
+    Optimizer,
     PixelLoss,
     SegmentationProbe,
     TokenHead,
@@ -272,3 +273,11 @@ def test_it_learns_what_is_linear():
         (made.predict(s, (64, 64)) == m).float().mean() for s, m in zip(samples, masks, strict=True)
     ]
     assert min(hits) > 0.75
+
+
+def test_long_gradients_are_cut():
+    module = torch.nn.Linear(2, 1)
+    settings = dataclasses.replace(sets.protocol().segmentation.optimizer, clip=0.5)
+    Optimizer(module, settings).step(module(torch.full((1, 2), 100.0)).sum())
+    length = torch.cat([p.grad.flatten() for p in module.parameters()]).norm()
+    assert length.item() == pytest.approx(0.5, rel=1e-4)

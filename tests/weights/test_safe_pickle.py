@@ -335,3 +335,15 @@ def test_damaged_programs_only_ever_raise_our_error(tmp_path: Path) -> None:
         except WeightsError:
             refused += 1
     assert refused > 100
+
+
+def test_a_big_endian_archive_is_refused(tmp_path):
+    torch.save({"a": torch.ones(2)}, tmp_path / "little.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "little.pt") as old,
+        zipfile.ZipFile(tmp_path / "x.pt", "w") as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
+    with pytest.raises(WeightsError, match="big-endian"):
+        safe_pickle.read(tmp_path / "x.pt")

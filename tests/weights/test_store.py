@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import veca
+from conftest import SMALLEST
 from veca.errors import ConfigError, InputError, OutputError, VecaError, WeightsError
 from veca.model import Veca, create_model
 from veca.weights import load, read_config, read_provenance, save, store, weights_hash
@@ -402,3 +403,10 @@ def test_errors_are_value_errors_too(folder: Path) -> None:
     with pytest.raises(ValueError) as caught:
         load(folder)
     assert isinstance(caught.value.__cause__, ConfigError)
+
+
+def test_the_hash_of_another_file_is_not_carried_over(tmp_path):
+    path = veca.save(
+        veca.create_model(SMALLEST), tmp_path / "x.safetensors", provenance={"file_sha256": "old"}
+    )
+    assert "file_sha256" not in read_provenance(path)

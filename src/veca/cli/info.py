@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from veca.cli.common import Device, console, parse_numbers, pick_device
@@ -66,7 +67,7 @@ def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> Non
     name, config = _config(model)
     first = cost(config, sizes[0], budgets[0])
     table = Table(
-        title=f"{name}: {first.veca.parameters / 1e6:.1f} M parameters "
+        title=f"{escape(name)}: {first.veca.parameters / 1e6:.1f} M parameters "
         f"(dense ViT {first.dense.parameters / 1e6:.1f} M)",
         box=box.SIMPLE_HEAD,
         padding=0,

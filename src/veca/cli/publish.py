@@ -48,4 +48,4 @@ def publish(
         dtype=dtypes[dtype],
     )
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-    console.print(f"wrote {folder}: {size:.1f} MB", highlight=False)
+    console.print(f"wrote {folder}: {size:.1f} MB", highlight=False, markup=False, soft_wrap=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from veca.cli.common import Device, console, pick_device, writable_folder
@@ -43,7 +44,7 @@ def quickstart(
             progress=lambda line: status.update(line),
         )
     header, rows = library.table(result)
-    grid = Table(title=f"{result.weights}, {result.size} x {result.size} px, {place}")
+    grid = Table(title=f"{escape(result.weights)}, {result.size} x {result.size} px, {place}")
     for name in header:
         grid.add_column(name, justify="right")
     for row in rows:
@@ -51,4 +52,4 @@ def quickstart(
     console.print(grid)
     if not result.trained:
         console.print(library.FRESH, style="yellow")
-    console.print(f"Page: {result.page}", soft_wrap=True)
+    console.print(f"Page: {result.page}", soft_wrap=True, markup=False)

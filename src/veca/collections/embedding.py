@@ -15,12 +15,12 @@ import torch
 
 from veca.collections import engine_local
 from veca.collections.extras import require
-from veca.collections.plan import Plan, Shard, locked, open_plan
+from veca.collections.plan import GONE, Plan, Shard, locked, open_plan
 from veca.collections.settings import Settings
 from veca.collections.table import ShardRecord, finished_shards
 from veca.data.sources import ImageSource, Spec, open_source
 from veca.errors import ImageError, InputError, at_least, suggest
-from veca.files import atomic_write_text, place_for
+from veca.files import atomic_write_text, place_for, printable
 from veca.images import Size
 from veca.model import Veca, check_model, evaluating
 from veca.weights import load
@@ -233,8 +233,7 @@ class _State:
         self.left: Sequence[Shard] = [
             shard
             for shard in shards
-            if shard.number not in self.records
-            or (retry_failed and self.records[shard.number].failures)
+            if shard.number not in self.records or (retry_failed and self._repairable(shard))
         ]
         for shard in self.left:
             self.records.pop(shard.number, None)
@@ -242,6 +241,13 @@ class _State:
         self._seen = plan.images - sum(shard.stop - shard.start for shard in self.left)
         self.write_failures()
         self.count(0)
+
+    def _repairable(self, shard: Shard) -> bool:
+        """Whether a shard lists failures, and all images that have rows are still there."""
+        failed = {name for name, _ in self.records[shard.number].failures}
+        names, places = self.plan.names_of(shard), self.plan.places_of(shard)
+        gone = {printable(name) for name, p in zip(names, places, strict=True) if p == GONE}
+        return bool(failed) and gone <= failed
 
     @property
     def images(self) -> int:

@@ -80,7 +80,7 @@ class Faults:
             shown += f"; and {len(self._bad) - _SHOWN} more, named in the log"
         raise TooManyBadError(
             f"{len(self._bad)} of {min(self.seen, self.total)} images read are bad, above the "
-            f"limit of {self.limit:.3g}; repair or remove them, or raise bad_limit. They are: "
-            f"{shown}.",
+            f"limit of {self.limit:.3g}; repair or remove them, or raise bad_limit (of a "
+            f"distillation: data.bad_limit). They are: {shown}.",
             self.bad,
         )

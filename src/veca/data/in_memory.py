@@ -6,6 +6,7 @@ A set is kept on disk as one safetensors file, written once and mapped (not read
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -156,10 +157,12 @@ class InMemoryImages:
             return _decode(reader, workers, faults, progress).to(device)
         path = cache_file(cache, source, size, mode)
         try:
-            return cls.load(path, device=device, source=source, size=size, mode=mode)
+            known = cls.load(path, device=device, source=source, size=size, mode=mode)
         except DataError:
             _decode_to(path, reader, workers, faults, progress)
-        return cls.load(path, device=device, source=source, size=size, mode=mode)
+            return cls.load(path, device=device, source=source, size=size, mode=mode)
+        faults.note(len(source), known.bad)  # perhaps more than are allowed now
+        return known
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the set to one file, all or nothing."""
@@ -219,7 +222,9 @@ def cache_file(
     path = Path(cache).expanduser()
     if path.suffix == SUFFIX:
         return path
-    return path / f"{source.fingerprint()}-{size}-{mode}{SUFFIX}"
+    # The fingerprint does not tell two lists of the same names in different folders apart.
+    place = hashlib.sha256(os.fsencode(f"{source.name(0)}\n{source.name(len(source) - 1)}"))
+    return path / f"{source.fingerprint()}-{place.hexdigest()[:8]}-{size}-{mode}{SUFFIX}"
 
 
 # --------------------------------------------------------------------------------------- decoding

@@ -141,11 +141,18 @@ def _walk(folder: Path, folders: dict[str, int]) -> Iterator[tuple[str, os.DirEn
             if entry.name.startswith("."):
                 continue
             inner = f"{relative}/{entry.name}" if relative else entry.name
-            if entry.is_dir():
+            if _is_folder(entry):
                 below.append(inner)
             else:
                 yield inner, entry
         waiting += reversed(below)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def _load(path: Path, folder: Path) -> FolderIndex | None:

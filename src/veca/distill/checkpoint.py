@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from veca import files
 from veca.distill.errors import DistillError
-from veca.errors import OutputError
+from veca.weights.tensors import write
 
 FORMAT_VERSION = 1
 FOLDER, ABOUT, BEST = "checkpoints", "about.json", "best.json"
@@ -189,13 +188,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], target: Path) -> None:
-    try:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, path)
-    except SafetensorError as error:
-        raise OutputError(
-            f"cannot write {target} ({error}); free some space or choose another place."
-        ) from error
-    path.chmod(0o644)  # safetensors makes files that only their owner can read
+    path.touch()
+    write(tensors, path, target)
     files.flush(path)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from veca.data.augment import AugmentConfig
+from veca.data.faults import LIMIT
 from veca.distill import settings
 from veca.distill.errors import DistillError
 from veca.distill.optim import NAMES as OPTIMIZERS
@@ -116,6 +117,9 @@ class DataConfig:
     """square keeps the centred square of each, squash the whole image without its aspect."""
     workers: int = -1
     """Processes that decode; -1 for the cores at hand."""
+    bad_limit: float = LIMIT
+    """The share of images that cannot be read, above which the run stops; others take their place
+    below it."""
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
 
@@ -310,6 +314,8 @@ class DistillConfig:
                 raise DistillError(f"{name} must be at least {least}, got {value}.")
         if o.lr_min > o.lr:
             raise DistillError(f"optimizer.lr_min ({o.lr_min}) is above optimizer.lr ({o.lr}).")
+        if not 0 <= self.data.bad_limit <= 1:
+            raise DistillError(f"data.bad_limit is a share from 0 to 1, got {self.data.bad_limit}.")
         if not 0 <= self.ema < 1:
             raise DistillError(f"ema must be at least 0 and below 1, got {self.ema}.")
         for name in self.siblings:

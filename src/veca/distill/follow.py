@@ -193,7 +193,7 @@ class Follower:
     def say(self, line: str) -> None:
         """One line for people."""
         if self.console is not None:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(files.printable(line), highlight=False, markup=False, soft_wrap=True)
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records to metrics.jsonl."""

@@ -68,6 +68,8 @@ def publish(
             with files.temporary_beside(folder / extra) as temporary:
                 shutil.copyfile(source / extra, temporary)
                 files.commit(temporary, folder / extra)
+        elif not (source / extra).is_file():
+            (folder / extra).unlink(missing_ok=True)  # of the weights that were there before
     card = model_card(
         model.config, read_provenance(folder), name=name or folder.name, results=results
     )

@@ -117,6 +117,7 @@ def _open(given: Images, config: DataConfig, world: World) -> Images:
             device=world.device,
             cache=cache_dir() / "images",
             workers=_workers(config),
+            bad_limit=config.bad_limit,
         )
 
     # One rank decodes; the others then map what it wrote.
@@ -156,6 +157,7 @@ def training_loader(
         subset=data.subset,
         plan=batch_plan,
         workers=_workers(config.data),
+        bad_limit=config.data.bad_limit,
         on_bad=on_bad,
     )
 
@@ -176,6 +178,7 @@ def validation_loader(config: DistillConfig, data: Data, plan: Plan, world: Worl
         shuffle=False,
         subset=data.validation_subset,
         workers=_workers(config.data),
+        bad_limit=config.data.bad_limit,
     )
 
 

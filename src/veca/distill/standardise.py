@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from veca import files
 from veca.distill.errors import DistillError
-from veca.errors import OutputError
+from veca.weights.tensors import write_file
 
 FILE = "targets.safetensors"
 _FLOOR = 0.05
@@ -128,12 +126,7 @@ def save_targets(
     """Write `targets.safetensors` into a folder, all or nothing."""
     path = Path(folder) / FILE
     tensors = {name: t.detach().cpu().clone() for name, t in to_tensors(statistics).items()}
-    with files.temporary_beside(path) as temporary:
-        try:
-            save_file(tensors, temporary)
-        except SafetensorError as error:
-            raise OutputError(f"cannot write {path} ({error}); free some space.") from error
-        files.commit(temporary, path)
+    write_file(tensors, path)
     return path
 
 

@@ -15,17 +15,15 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from veca import files
 from veca.config import VecaConfig, preset
 from veca.dense import DenseVit
 from veca.distill.errors import DistillError
-from veca.errors import OutputError
 from veca.model import Veca, initialize
 from veca.teachers.base import Teacher
 from veca.weights import load
+from veca.weights.tensors import write_file
 
 HEADS = "heads.safetensors"
 
@@ -142,12 +140,7 @@ def save_heads(
     for name, tensor in tensors.items():
         index, _, rest = name.partition(".")
         named[f"{teachers[int(index)]}/{rest}"] = tensor.detach().cpu().contiguous()
-    with files.temporary_beside(path) as temporary:
-        try:
-            save_file(named, temporary)
-        except SafetensorError as error:
-            raise OutputError(f"cannot write {path} ({error}); free some space.") from error
-        files.commit(temporary, path)
+    write_file(named, path)
     return path
 
 

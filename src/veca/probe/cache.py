@@ -143,4 +143,4 @@ def _checksum(arrays: Mapping[str, Array]) -> int:
 
 def digest(words: Sequence[str]) -> str:
     """A short name for a list of names, in order."""
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()
+    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()

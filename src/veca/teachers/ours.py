@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from veca import files
@@ -20,7 +20,7 @@ from veca.errors import ConfigError, WeightsError
 from veca.model import Veca, check_budget
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError
 from veca.weights import load, read_provenance
-from veca.weights.tensors import content_hash
+from veca.weights.tensors import content_hash, write_file
 
 DENSE_TYPE = "dense-vit"
 TENSORS = "model.safetensors"
@@ -111,11 +111,7 @@ def save_dense_vit(
     fields = {"model_type": DENSE_TYPE, **model.config.to_dict()}
     metadata = {"format": "pt", _HEADER: json.dumps(fields)}
     metadata[_PROVENANCE] = files.to_json(dict(provenance or {}))
-    with files.temporary_beside(target) as temporary:
-        mode = temporary.stat().st_mode
-        save_file(state, temporary, metadata=metadata)
-        temporary.chmod(mode)  # safetensors makes files that only their owner can read
-        files.commit(temporary, target)
+    write_file(state, target, metadata)
     return target
 
 

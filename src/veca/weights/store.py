@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from veca import files
@@ -103,7 +102,7 @@ def save_state(
         _HEADER_PROVENANCE: json.dumps(record, ensure_ascii=False),
     }
     if path.name.endswith(SUFFIX):
-        _write_file(path, state, metadata)
+        ts.write_file(state, path, metadata)
     else:
         _write_folder(path, state, metadata, config, record)
     return path
@@ -137,12 +136,6 @@ def full_record(provenance: Mapping[str, Any] | None, content: str) -> dict[str,
     return plain
 
 
-def _write_file(path: Path, state: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with files.temporary_beside(path) as temporary:
-        _write_tensors(temporary, state, metadata, path)
-        files.commit(temporary, path)
-
-
 def _write_folder(
     folder: Path,
     state: dict[str, Tensor],
@@ -165,7 +158,7 @@ def _write_folder(
         files.output_errors(folder),
     ):
         # All three reach the disk before anything old is touched.
-        _write_tensors(new_tensors, state, metadata, tensors_path)
+        ts.write(state, new_tensors, tensors_path, metadata)
         record = {**record, "file_sha256": file_hash(new_tensors)}
         new_config.write_text(files.to_json(_config_fields(config)), encoding="utf-8")
         new_provenance.write_text(files.to_json(record), encoding="utf-8")
@@ -203,19 +196,6 @@ def _carries_config(path: Path) -> bool:
         return _HEADER_CONFIG in _open(path).metadata
     except WeightsError:
         return False
-
-
-def _write_tensors(
-    temporary: Path, state: dict[str, Tensor], metadata: dict[str, str], target: Path
-) -> None:
-    mode = temporary.stat().st_mode
-    try:
-        save_file(state, temporary, metadata=metadata)
-    except SafetensorError as error:
-        raise OutputError(
-            f"cannot write {target} ({error}); free some space or choose another place."
-        ) from error
-    temporary.chmod(mode)  # safetensors makes files that only their owner can read
 
 
 def file_hash(path: Path) -> str:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
+from veca import files
 from veca.config import VecaConfig
-from veca.errors import InputError, WeightsError
+from veca.errors import InputError, OutputError, WeightsError
 from veca.model import Veca
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -105,3 +109,30 @@ def content_hash(state: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}\0{dtype}\0{list(tensor.shape)}\0".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def write_file(
+    tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write tensors as a safetensors file, all or nothing."""
+    with files.temporary_beside(path) as temporary:
+        write(tensors, temporary, path, metadata)
+        files.commit(temporary, path)
+
+
+def write(
+    tensors: Mapping[str, Tensor],
+    temporary: Path,
+    target: Path,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors to a file that is about to become `target`, and keep the file's permissions."""
+    mode = temporary.stat().st_mode
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, temporary, metadata=dict(metadata) if metadata else None)
+    except SafetensorError as error:
+        raise OutputError(
+            f"cannot write {target} ({error}); free some space or choose another place."
+        ) from error
+    temporary.chmod(mode)  # safetensors makes files that only their owner can read

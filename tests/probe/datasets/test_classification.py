@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from veca.errors import ImageError
+from veca.probe.cache import digest
 from veca.probe.datasets import DatasetError, check_dataset, open_dataset
 
 
@@ -372,3 +375,13 @@ def test_labels_of_another_task_are_refused(write) -> None:
         dataset.mask(0)
     with pytest.raises(IndexError):
         dataset.label(1)
+
+
+def test_names_of_any_bytes(tmp_path) -> None:
+    for name in (b"red/a\xff.png", b"blue/b.png"):
+        path = tmp_path / "train" / os.fsdecode(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(path)
+    dataset = open_dataset("folder", tmp_path, "train")
+    assert len(dataset.fingerprint()) == len(dataset.state_on_disk()) == 64
+    assert len(digest(dataset.ids)) == 64

@@ -173,9 +173,11 @@ class Dataset(ABC):
             digest = hashlib.sha256()
             options = sorted((key, repr(value)) for key, value in self.options.items())
             head = (READER_VERSION, self.name, self.split, self.classes, options)
-            digest.update(repr((*head, sorted(self._contents.items()))).encode())
+            shared = repr((*head, sorted(self._contents.items())))
+            digest.update(shared.encode("utf-8", "surrogateescape"))
             for i, name in enumerate(self.ids):
-                digest.update(f"\0{name}\0{self._hash_image(i)}\0{self._hash_label(i)}".encode())
+                sample = f"\0{name}\0{self._hash_image(i)}\0{self._hash_label(i)}"
+                digest.update(sample.encode("utf-8", "surrogateescape"))  # names of any bytes
             self._fingerprint = digest.hexdigest()
         return self._fingerprint
 

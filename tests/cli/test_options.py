@@ -1,0 +1,135 @@
+"""Every option of a command reaches the library under its own name."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from PIL import Image
+
+import veca
+from conftest import SMALLEST
+from veca.cli.main import main
+
+
+class Reached(Exception):
+    pass
+
+
+@pytest.fixture
+def reached(monkeypatch):
+    """What a command calls a function of the library with."""
+
+    def call(function, *words):
+        seen = {}
+        module, _, name = function.rpartition(".")
+
+        def stub(*_, **options):
+            seen.update(options)
+            raise Reached
+
+        monkeypatch.setattr(importlib.import_module(module), name, stub)
+        with pytest.raises(Reached):
+            main([str(word) for word in words])
+        seen.pop("progress", None)
+        return seen
+
+    return call
+
+
+@pytest.fixture
+def weights(tmp_path):
+    return veca.save(veca.create_model(SMALLEST), tmp_path / "weights")
+
+
+@pytest.fixture
+def photos(tmp_path):
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (40, 32), "teal").save(tmp_path / "photos" / "a.png")
+    return tmp_path / "photos"
+
+
+def test_features(reached, weights, photos, tmp_path):
+    assert reached(
+        "veca.features.extract", "features", photos, "--out", tmp_path / "out", "--weights",
+        weights, "--cores", 3, "--size", "32x48", "--fit", "crop", "--what", "cls", "--format",
+        "safetensors", "--dtype", "float32", "--batch-size", 5, "--device", "cpu", "--workers", 2,
+        "--root", tmp_path, "--strict", "--overwrite",
+    ) == {
+        "cores": 3, "size": (32, 48), "fit": "crop", "what": ["cls"], "format": "safetensors",
+        "dtype": "float32", "batch_size": 5, "workers": 2, "root": tmp_path, "on_error": "raise",
+        "overwrite": True,
+    }  # fmt: skip
+
+
+def test_embed(reached, photos, tmp_path):
+    assert reached(
+        "veca.collections.embed", "embed", photos, "--out", tmp_path / "out", "--weights", "w",
+        "--cores", 3, "--size", "native", "--patches", "--dtype", "float32", "--precision",
+        "bfloat16", "--batch", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
+        "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
+    ) == {
+        "weights": "w", "cores": 3, "size": None, "patches": True, "dtype": "float32",
+        "precision": "bfloat16", "batch": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
+        "device": "cpu", "threads": 1, "engine": "ray", "address": "here", "retry_failed": True,
+    }  # fmt: skip
+
+
+def test_search(reached, photos):
+    assert reached(
+        "veca.collections.search", "search", "folder", photos / "a.png", "--top", 3, "--exact",
+        "--weights", "w", "--device", "cpu",
+    ) == {"exact": True, "weights": "w", "device": torch.device("cpu")}  # fmt: skip
+
+
+def test_pack(reached, photos, tmp_path):
+    assert reached(
+        "veca.data.pack", "pack", photos, "--out", tmp_path / "out", "--size", 64, "--mode",
+        "square", "--format", "webp", "--quality", 33, "--shard-size", "3MB", "--per-shard", 4,
+        "--workers", 0,
+    ) == {
+        "size": 64, "mode": "square", "format": "webp", "quality": 33, "shard_size": "3MB",
+        "per_shard": 4, "workers": 0,
+    }  # fmt: skip
+
+
+def test_export(reached, weights, tmp_path):
+    assert reached(
+        "veca.export.export_model", "export", weights, "--out", tmp_path, "--to", "torch-export",
+        "--cores", "2,any", "--size", "32x48", "--dtype", "float16", "--name", "mine",
+        "--check-sizes", "64x32", "--threads", 1,
+    ) == {
+        "to": "torch-export", "cores": [2, "any"], "size": (32, 48), "dtype": "float16",
+        "name": "mine", "check_sizes": [(64, 32)],
+    }  # fmt: skip
+
+
+def test_publish(reached, tmp_path):
+    (tmp_path / "reached.md").write_text("much")
+    assert reached(
+        "veca.distill.publish.publish", "publish", "w", "--out", tmp_path / "out", "--name", "n",
+        "--licence", "l", "--data", "d", "--data-licence", "dl", "--results",
+        tmp_path / "reached.md", "--dtype", "bfloat16",
+    ) == {
+        "name": "n", "licence": "l", "data": "d", "data_licence": "dl", "results": "much",
+        "dtype": torch.bfloat16,
+    }  # fmt: skip
+
+
+def test_probe(reached, weights, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = reached(
+        "veca.probe.run_probe", "probe", "knn", "--weights", weights, "--dataset", "cifar10",
+        "--data", tmp_path, "--train-dataset", "cifar100", "--train-data", tmp_path / "other",
+        "--train-split", "test", "--test-split", "train", "--size", 32, "--cache",
+        tmp_path / "cache", "--device", "cpu", "--workers", 2, "--no-time", "--verify",
+    )  # fmt: skip
+    assert {"protocol", "command", "options"} <= found.keys()
+    wanted = {
+        "dataset": "cifar10", "data": tmp_path, "train_dataset": "cifar100",
+        "train_data": tmp_path / "other", "train_split": "test", "test_split": "train",
+        "sizes": [32], "cache": tmp_path / "cache", "device": torch.device("cpu"), "workers": 2,
+        "measure_time": False, "verify": True,
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == wanted
