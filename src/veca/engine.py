@@ -22,7 +22,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca import rope
 from veca.attention import core_attention
 from veca.errors import InputError, at_least
-from veca.model import Block, CoreMove, Veca, VecaOutput, check_budget, check_finite, check_images
+from veca.model import (
+    Block,
+    CoreMove,
+    Veca,
+    VecaOutput,
+    check_budget,
+    check_finite,
+    check_images,
+    check_model,
+)
 from veca.rope import Rotation
 from veca.streams import side_stream
 
@@ -217,8 +226,7 @@ def compile_for_inference(
         cache: how many (batch, size, budget) stay prepared.
         check_pixels: look for NaN pixels on every call; on CUDA that waits for the GPU.
     """
-    if not isinstance(model, Veca):
-        raise InputError(f"compile_for_inference takes a Veca model, got {type(model).__name__}.")
+    check_model(model, "compile_for_inference")
     device = model.patch_embed.weight.device
     on_cuda = device.type == "cuda"
     if graphs and not on_cuda:
