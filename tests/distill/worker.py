@@ -10,22 +10,23 @@ from pathlib import Path
 
 import torch
 
-from veca.distill import DistillConfig, checkpoint, distill
+from veca.distill import DistillConfig, distill
 from veca.distill.cohort import Cohort
 from veca.distill.parallel import launch
+from veca.weights import tensors as stored
 
 
 def kill_in_save(step: int) -> None:
     """Die by SIGKILL when the first file of a checkpoint is half written."""
-    real = checkpoint.save_file
+    real = stored.save_file
 
-    def save_file(tensors, path: Path) -> None:
-        real(tensors, path)
+    def save_file(tensors, path: Path, **more) -> None:
+        real(tensors, path, **more)
         if f"step-{step:08d}" in str(path):
             path.write_bytes(path.read_bytes()[:100])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoint.save_file = save_file
+    stored.save_file = save_file
 
 
 def lose_worker(step: int) -> None:

@@ -102,7 +102,7 @@ STOPS = {
 SAVERS = """
 import os, sys, time
 from veca import create_model, files
-from veca.weights import save, store
+from veca.weights import save, store, tensors
 
 folder, stops, changes = sys.argv[1], sys.argv[2].split(";"), eval(sys.argv[3])
 
@@ -129,7 +129,7 @@ for index, stop in enumerate(stops):
         children.append(child)
         continue
     if index == 0:
-        store.save_file = write_half
+        tensors.save_file = write_half
     elif index == 1:
         store._without_stale_config = halt
     else:
