@@ -35,6 +35,12 @@ def test_compiled_blocks_give_the_same(tiny):
     torch.testing.assert_close(engine(images, cores=4).patches, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_making_an_engine_draws_no_random_numbers(tiny):
+    before = torch.get_rng_state()
+    compile_for_inference(tiny, size=32)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_only_the_last_shapes_stay_prepared(tiny):
     engine = compile_for_inference(tiny, size=32, cores=[2, 4], cache=2)
     assert list(engine._prepared) == [(1, 2, 2, 2), (1, 2, 2, 4)]

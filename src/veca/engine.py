@@ -34,6 +34,7 @@ from veca.model import (
 )
 from veca.rope import Rotation
 from veca.streams import side_stream
+from veca.weights.tensors import blank
 
 
 class BlockWeights(NamedTuple):
@@ -253,9 +254,7 @@ def _check_plain(model: Veca) -> None:
 
     Only weights are packed, so that what else it does would be left out without a word.
     """
-    with torch.device("meta"):
-        plain = Veca(model.config)
-    for name, expected in plain.named_modules():
+    for name, expected in blank(model.config).named_modules():
         found = model.get_submodule(name)
         if type(found) is not type(expected) and name and not is_parametrized(found):
             raise InputError(
