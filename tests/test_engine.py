@@ -70,6 +70,17 @@ class Adapted(torch.nn.Module):
         return self.layer(x) + 1.0
 
 
+def test_hooks_and_missing_layers_are_refused(tiny):
+    hook = tiny.blocks[1].ffn.up.register_forward_hook(lambda layer, given, out: out + 1.0)
+    with pytest.raises(InputError, match=r"blocks\.1\.ffn\.up is a Linear with hooks"):
+        compile_for_inference(tiny)
+    hook.remove()
+    compile_for_inference(tiny)
+    del tiny.moves[0]
+    with pytest.raises(InputError, match=r"moves\.1 is missing"):
+        compile_for_inference(tiny)
+
+
 @pytest.mark.parametrize("name", ["attn.q", "ffn.down", "project", "nothing"])
 def test_layers_that_do_more_than_their_weights_are_refused(name):
     """Packed without a word they would do less."""

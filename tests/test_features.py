@@ -183,6 +183,33 @@ class TestBatches:
         assert summary.computed == 5 and threads == [1] * 5
         assert torch.get_num_threads() == 2
 
+    def test_what_is_computed_before_an_error_is_kept(self, model, photos, tmp_path, two_threads):
+        (photos / "zz-bad.jpg").write_bytes(b"not an image")
+        with pytest.raises(ImageError, match=r"zz-bad\.jpg"):
+            extract(model, photos, tmp_path / "out", size=32, batch_size=1, on_error="raise")
+        assert len(list((tmp_path / "out").rglob("*.npz"))) == 5
+
+    def test_autocast_of_the_caller_holds(self, model, photos, tmp_path, two_threads):
+        seen, forward = [], model.forward
+
+        def note(images, cores=None):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return forward(images, cores=cores)
+
+        model.forward = note
+        for out, enabled in (("plain", False), ("half", True)):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                extract(model, photos, tmp_path / out, size=32, batch_size=1)
+        assert seen == [False] * 5 + [True] * 5
+
+    def test_a_lost_record_of_the_settings_comes_back(self, model, photos, tmp_path):
+        extract(model, photos, tmp_path / "out", size=32)
+        (tmp_path / "out" / "features.json").unlink()
+        assert extract(model, photos, tmp_path / "out", size=32).reused == 5
+        assert (tmp_path / "out" / "features.json").is_file()
+        with pytest.raises(InputError):
+            extract(model, photos, tmp_path / "out", size=48)
+
     def test_threads_change_no_number(self, model, photos, tmp_path, two_threads):
         for out, threads in (("one", 1), ("two", 2)):
             torch.set_num_threads(threads)

@@ -73,6 +73,17 @@ def test_gradients_of_each_image_by_torch_func(tiny):
             torch.testing.assert_close(found[name][i], p.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_torch_func_around_a_model_that_it_does_not_change(tiny):
+    """What is inside a transform need not be changed by it: here the heads are, or one weight."""
+    images, heads = torch.randn(IMAGES), torch.randn(4, 32)
+    expected = tiny(images, cores=3).cls @ heads.T
+    found = vmap(lambda head: tiny(images, cores=3).cls @ head)(heads)
+    torch.testing.assert_close(found, expected.T, rtol=1e-4, atol=1e-5)
+    places = torch.stack([tiny.bank.coordinates.detach() * k for k in (0.5, 1.0)])
+    run = vmap(lambda xy: functional_call(tiny, {"bank.coordinates": xy}, (images,)).cls)
+    torch.testing.assert_close(run(places)[1], tiny(images).cls, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own use of it
 def test_derivatives_along_a_direction_by_torch_func(tiny):
     tiny = tiny.double()

@@ -255,12 +255,21 @@ def _check_plain(model: Veca) -> None:
     Only weights are packed, so that what else it does would be left out without a word.
     """
     for name, expected in blank(model.config).named_modules():
-        found = model.get_submodule(name)
-        if type(found) is not type(expected) and name and not is_parametrized(found):
+        try:
+            found = model.get_submodule(name)
+        except AttributeError:
             raise InputError(
-                f"compile_for_inference packs plain layers, and {name} is a "
-                f"{type(found).__name__} instead of a {type(expected).__name__}; merge adapters "
-                "into the weights first, or call the model itself."
+                f"compile_for_inference wants the whole model, and {name} is missing."
+            ) from None
+        fault = ""
+        if name and type(found) is not type(expected) and not is_parametrized(found):
+            fault = f"a {type(found).__name__} instead of a {type(expected).__name__}"
+        elif name and (found._forward_hooks or found._forward_pre_hooks):
+            fault = f"a {type(found).__name__} with hooks"
+        if fault:
+            raise InputError(
+                f"compile_for_inference packs plain layers, and {name} is {fault}; merge adapters "
+                "into the weights and remove hooks first, or call the model itself."
             )
 
 

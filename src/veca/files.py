@@ -72,7 +72,11 @@ def to_json(value: object) -> str:
 
 def printable(name: str) -> str:
     """A path as UTF-8 text; bytes of a file name that are none are written as \\xNN."""
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    try:
+        text = name.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half a pair, which names on Windows may hold
+        text = name.encode("utf-8", "backslashreplace")
+    return text.decode("utf-8", "backslashreplace")
 
 
 def place_for(out: str | os.PathLike[str]) -> Path:

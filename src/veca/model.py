@@ -533,7 +533,7 @@ def check_finite(images: Tensor) -> None:
     """Refuse NaN and infinite pixels. Skipped where values are not known, as in tracing."""
     if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    if images.is_meta or isinstance(images, FakeTensor) or transformed(images):
+    if images.is_meta or isinstance(images, FakeTensor) or transformed():
         return
     # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
     # own only with pixels far outside any normalisation, hence the second, exact look.

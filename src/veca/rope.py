@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 
 class Rotation(NamedTuple):
@@ -72,7 +71,7 @@ def rotate(x: Tensor, tables: Rotation) -> Tensor:
     """Rotate the channel pairs of `x` [B, H, T, d] in float32 at least; the dtype is kept."""
     cos, sin = (_widened(table).unsqueeze(1) for table in tables)
     real = torch.compiler.is_compiling() or x.device.type in ("mps", "meta")
-    if real or transformed(x) or transformed(cos):
+    if real or transformed():
         # Compilers fuse real arithmetic and cannot see through complex numbers; torch.func cannot
         # see through `_Rotate`.
         even, odd = _widened(x).unflatten(-1, (-1, 2)).unbind(-1)
@@ -83,9 +82,9 @@ def rotate(x: Tensor, tables: Rotation) -> Tensor:
     return _Rotate.apply(x, cos, sin)
 
 
-def transformed(x: Tensor) -> bool:
-    """Whether `x` is inside torch.func.grad, jvp, vmap or the like."""
-    return not torch.compiler.is_compiling() and is_functorch_wrapped_tensor(x)
+def transformed() -> bool:
+    """Whether this runs inside torch.func.grad, jvp, vmap or the like."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 class _Rotate(torch.autograd.Function):

@@ -133,6 +133,17 @@ def test_nothing_of_older_weights_stays_beside_new_ones(tmp_path) -> None:
     assert not list((tmp_path / "ready").glob("[ht]*.safetensors"))
 
 
+def test_weights_published_where_they_lie_keep_what_is_beside_them(tmp_path) -> None:
+    folder = veca.save(veca.create_model(SMALLEST), tmp_path / "w")
+    for extra in ("heads.safetensors", "targets.safetensors"):
+        (folder / extra).write_bytes(b"theirs")
+    for weights in (folder, folder / "model.safetensors"):
+        publish(weights, folder, results="50 %")
+        assert len(list(folder.glob("[ht]*.safetensors"))) == 2
+    publish(folder / "model.safetensors", folder)
+    assert "50 %" in (folder / "README.md").read_text()
+
+
 def test_a_name_with_brackets_is_printed_as_it_is(tmp_path, capsys) -> None:
     veca.save(veca.create_model(SMALLEST), tmp_path / "w")
     main(["publish", str(tmp_path / "w"), "--out", str(tmp_path / "ship[fp16]")])

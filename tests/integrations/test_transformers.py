@@ -444,10 +444,10 @@ def test_options_that_are_done_anyway_or_by_the_call(photo):
     done = {
         "do_convert_rgb": True,
         "do_rescale": True,
-        "rescale_factor": 1 / 255,
+        "rescale_factor": 0.0039215686,  # as some configurations write it
         "resample": 3,
         "do_center_crop": False,
-        "crop_size": None,
+        "crop_size": {"height": 224, "width": 224},  # of a step that is not asked for
         "data_format": "channels_first",
         "device": torch.device("cpu"),
         "processor_class": None,

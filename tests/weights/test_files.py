@@ -40,6 +40,10 @@ def test_text_and_json(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "x.json").read_text(encoding="utf-8")) == {"a": [1, "é"]}
 
 
+def test_half_a_pair_in_a_name_is_printed() -> None:
+    assert files.printable("a\ud800\udcff.png") == "a\\ud800\\udcff.png"
+
+
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     name = os.fsdecode(b"a\xff\xc3\xa9")
     assert files.printable(name) == "a\\xff\xe9"

@@ -65,7 +65,7 @@ def _choose(
     q: Tensor, k: Tensor, v: Tensor, num_cores: int, patch_rotation: Rotation | None, backend: str
 ) -> Callable[..., Tensor]:
     # Inside torch.func every derivative may be asked for, and only the definition has them all.
-    if backend == "reference" or (backend == "auto" and transformed(q)):
+    if backend == "reference" or (backend == "auto" and transformed()):
         return reference.core_attention
     if backend == "sdpa":
         return sdpa.core_attention

@@ -218,7 +218,10 @@ class InMemoryImages:
 def cache_file(
     cache: str | os.PathLike[str], source: ImageSource, size: int, mode: str = "square"
 ) -> Path:
-    """The file that `InMemoryImages.build(source, cache=cache)` reads or writes."""
+    """The file that `InMemoryImages.build(source, cache=cache)` reads or writes.
+
+    In a folder its name depends on where the images are: a set that was moved is decoded again.
+    """
     path = Path(cache).expanduser()
     if path.suffix == SUFFIX:
         return path

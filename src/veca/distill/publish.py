@@ -47,10 +47,12 @@ def publish(
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise DistillError(f"{folder} is not empty and holds no weights; choose another folder.")
     source = locate(weights, (*store.FILES, TARGETS, HEADS))
+    home = source if source.is_dir() else source.parent
+    in_place = home.resolve() == folder.resolve()
     model = load(source)
     provenance = _cleaned(read_provenance(source))
-    if not results and source.resolve() == folder.resolve() and (source / CARD).is_file():
-        results = results_in((source / CARD).read_text(encoding="utf-8"))
+    if not results and in_place and (home / CARD).is_file():
+        results = results_in((home / CARD).read_text(encoding="utf-8"))
     if licence:
         provenance["licence"] = licence
     stages: list[dict[str, Any]] = [provenance]
@@ -63,12 +65,12 @@ def publish(
     provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
     save(model, folder, provenance=provenance, dtype=dtype)
     files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
-    for extra in (TARGETS, HEADS):
-        if (source / extra).is_file() and source.resolve() != folder.resolve():
+    for extra in () if in_place else (TARGETS, HEADS):
+        if source.is_dir() and (source / extra).is_file():
             with files.temporary_beside(folder / extra) as temporary:
                 shutil.copyfile(source / extra, temporary)
                 files.commit(temporary, folder / extra)
-        elif not (source / extra).is_file():
+        else:
             (folder / extra).unlink(missing_ok=True)  # of the weights that were there before
     card = model_card(
         model.config, read_provenance(folder), name=name or folder.name, results=results

@@ -293,7 +293,7 @@ def _compute(model: Veca, batch: list[Ready], settings: dict[str, Any]) -> list[
             raise
         raise InputError(
             f"out of memory with {len(batch)} images of {height} x {width} pixels; "
-            "use a smaller batch size or a smaller size."
+            "use a smaller batch size, a smaller size or, on a CPU, fewer threads."
         ) from error
     done = []
     for i, (item, image) in enumerate(batch):

@@ -97,7 +97,7 @@ class Folder:
         self._pool = ThreadPoolExecutor(4, "veca-write")
         self._writes: list[Future[None]] = []
         self._stats: dict[int, tuple[int, int]] = {}  # of images, by place, before they were read
-        self._is_new, self._has_written = not manifest, False
+        self._is_new, self._has_files = not manifest, False
         with contextlib.ExitStack() as stack:
             if self._is_new:
                 content = {"fingerprint": fingerprint, **here, "veca": __version__}
@@ -113,6 +113,7 @@ class Folder:
             return False
         stat = (state.st_size, state.st_mtime_ns)
         if self._is_made(item, stat):
+            self._has_files = True
             return True
         self._stats[item.place] = stat
         return False
@@ -153,7 +154,7 @@ class Folder:
 
     def close(self) -> None:
         self._pool.shutdown()
-        if self._is_new and not self._has_written:
+        if self._is_new and not self._has_files and not _features_in(self._out):
             (self._out / MANIFEST).unlink(missing_ok=True)
         self._stack.close()
 
@@ -168,7 +169,7 @@ class Folder:
         if stat is not None:
             arrays["image_stat"] = np.array(stat, dtype=np.int64)
         write_features(self._path_of(done.item), arrays, text)
-        self._has_written = True
+        self._has_files = True
 
 
 class SingleFile:
@@ -280,6 +281,12 @@ def _difference(name: str, there: object, here: object) -> str:
     if name == "weights":  # hashes
         there, here = str(there)[:12], str(here)[:12]
     return f"{name}: {json.dumps(there)} there, {json.dumps(here)} now"
+
+
+def _features_in(folder: Path) -> bool:
+    """Whether there are files of features in a folder, perhaps of a run beside this one."""
+    paths = (path for format in FORMATS for path in folder.rglob(f"*.{format}"))
+    return any(origin_of(path) is not None for path in paths)
 
 
 def _remove_features(folder: Path, fingerprint: str) -> None:

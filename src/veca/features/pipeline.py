@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from veca.errors import ImageError
+from veca.errors import ImageError, VecaError
 from veca.images import Preprocessed
 from veca.lanes import lanes_for, open_lanes
 
@@ -91,19 +92,37 @@ def compute_all(
 ) -> Generator[Result, None, None]:
     """What `compute` gives for each batch, in order; on a CPU several batches at a time.
 
-    `expected` is how many batches there are at least: if few, each gets more than one thread.
+    `expected` is about how many batches there are: if few, each gets more than one thread. What is
+    computed when `batches` raises is given all the same.
     """
-    if device.type != "cpu":
-        yield from map(compute, batches)
-        return
     threads = lanes_for(device)
     lanes = max(1, min(threads, expected))
+    if device.type != "cpu" or lanes == 1:
+        yield from map(compute, batches)
+        return
+    # A caller's autocast holds in its own thread only.
+    autocast = partial(
+        torch.autocast,
+        "cpu",
+        dtype=torch.get_autocast_dtype("cpu"),
+        enabled=torch.is_autocast_enabled("cpu"),
+    )
+
+    def compute_in_lane(batch: list[Ready]) -> Result:
+        with autocast():
+            return compute(batch)
+
     waiting: deque[Future[Result]] = deque()
     with open_lanes(lanes, threads=threads // lanes) as pool:
-        for batch in batches:
-            waiting.append(pool.submit(compute, batch))
-            if len(waiting) > lanes:  # one more than there are lanes, so that none is ever idle
+        try:
+            for batch in batches:
+                waiting.append(pool.submit(compute_in_lane, batch))
+                if len(waiting) > lanes:  # one more than there are lanes: none is ever idle
+                    yield waiting.popleft().result()
+        except VecaError:
+            while waiting:
                 yield waiting.popleft().result()
+            raise
         while waiting:
             yield waiting.popleft().result()
 

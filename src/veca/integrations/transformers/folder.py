@@ -103,7 +103,7 @@ def replacing(folder: Path) -> Iterator[None]:
     whole, index = folder / store.TENSORS, folder / store.INDEX
     old_whole, old_index = _stamp(whole), _stamp(index)
     yield
-    if _stamp(index) != old_index:
+    if _stamp(index) not in (None, old_index):
         for path in (*_shards(folder), index):
             files.flush(path)  # on the disk before the old ones go
         whole.unlink(missing_ok=True)

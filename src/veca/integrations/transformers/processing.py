@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ _DONE: dict[str, Any] = {
     "image_seq_length": None,
 }
 """Options of transformers' processors that have no other value here: what is always done."""
+_OF_A_STEP = {"crop_size": "do_center_crop", "pad_size": "do_pad"}
+"""Options that ask for nothing where another says no."""
 _OPTIONS = (
     "options are do_resize, size, fit, do_normalize, image_mean, image_std, patch_size and "
     "input_data_format"
@@ -190,12 +193,20 @@ def _check_done(options: Mapping[str, Any]) -> None:
     """Refuse options of transformers' whose value is not what is done anyway."""
     for name, done in _DONE.items():
         value = options.get(name)
-        if value is not None and value != done and str(value) != done:
-            always = "it has no such step" if done in (None, False) else f"it is always {done!r}"
-            raise ImageError(
-                f"{name}={value!r} cannot be asked of VecaImageProcessor ({always}); leave it out. "
-                f"The {_OPTIONS}."
-            )
+        idle = name in _OF_A_STEP and options.get(_OF_A_STEP[name]) is False
+        if value is None or idle or _same(value, done):
+            continue
+        always = "it has no such step" if done in (None, False) else f"it is always {done!r}"
+        raise ImageError(
+            f"{name}={value!r} cannot be asked of VecaImageProcessor ({always}); leave it out. "
+            f"The {_OPTIONS}."
+        )
+
+
+def _same(value: Any, done: Any) -> bool:
+    if isinstance(done, float):
+        return math.isclose(value, done, rel_tol=1e-6)
+    return value == done or str(value).partition(":")[0] == done  # a device may have a number
 
 
 def _listed(images: Any, layout: str | None = None) -> list[Any]:
