@@ -229,7 +229,8 @@ def _show(run: Run, folder: Path) -> None:
     from veca.probe.table import rich_table, verified, write_tables
 
     console.print(rich_table(run))
-    if not any(row.role == "teacher" for row in run.rows):
+    roles = {row.role for row in run.rows}
+    if "student" in roles and "teacher" not in roles:
         console.print("no teacher beside it; --teacher NAME tells how much of one is kept.")
     for line in [*run.notes, *verified(run)]:
         console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)

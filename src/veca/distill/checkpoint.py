@@ -106,9 +106,9 @@ class CheckpointStore:
                     text = files.to_json(about)
                     (temporary / ABOUT).write_text(text, encoding="utf-8")
                     files.flush(temporary / ABOUT)
-                    _flush_folder(temporary)
+                    files.flush_folder(temporary)
                     temporary.rename(target)
-                    _flush_folder(self.folder)
+                    files.flush_folder(self.folder)
             if best:
                 files.atomic_write_json(self.folder / BEST, {"step": step})
         finally:
@@ -191,13 +191,3 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], target: Path) -> N
     path.touch()
     write(tensors, path, target)
     files.flush(path)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make new names durable, where folders can be flushed (not on Windows)."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

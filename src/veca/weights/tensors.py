@@ -1,4 +1,4 @@
-"""Dicts of tensors: are they the model's, are they sane, which bytes are they, put them in."""
+"""Dicts of tensors: are they the model's, are they sane, which bytes are they; in and out."""
 
 from __future__ import annotations
 
