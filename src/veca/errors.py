@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class VecaError(Exception):
@@ -37,6 +37,60 @@ class OutputError(VecaError, OSError):
 
 class MissingExtraError(VecaError, ImportError):
     """An optional dependency that this feature needs is not installed."""
+
+
+class DataError(VecaError, ValueError):
+    """An image set that cannot be found, read, trusted or split as asked."""
+
+
+class BadImageError(DataError):
+    """One image of a set that cannot be read; a loader skips and counts it."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+    def __reduce__(self) -> tuple[type[BadImageError], tuple[str, str]]:
+        return type(self), (self.name, self.reason)
+
+
+class TooManyBadError(DataError):
+    """More bad images than a run may skip; `bad` lists all of them as (name, reason)."""
+
+    def __init__(self, message: str, bad: Sequence[tuple[str, str]]) -> None:
+        super().__init__(message)
+        self.bad = list(bad)
+
+
+class TeacherError(VecaError, ValueError):
+    """A teacher that cannot be found, fetched, loaded or run as asked."""
+
+
+class DistillError(VecaError, ValueError):
+    """A distillation that cannot start or go on as asked."""
+
+
+class DivergedError(DistillError, RuntimeError):
+    """The loss became NaN or infinite; the run stopped and kept its last good checkpoint."""
+
+
+class ProbeError(VecaError, ValueError):
+    """A probe that cannot be run as asked: a protocol, a cache, data or settings do not fit."""
+
+
+class DatasetError(VecaError, ValueError):
+    """A dataset that is not there, not complete, or not what it says; the message names the file.
+
+    `missing` holds every absent file or folder, relative to the root, where that was the fault.
+    """
+
+    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class ExportError(VecaError, RuntimeError):
+    """A model that cannot be exported, or a file that does not do what the model does."""
 
 
 def whole(value: object) -> int | None:

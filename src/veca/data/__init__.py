@@ -2,8 +2,7 @@
 
 from veca.data.augment import Augmentation, AugmentConfig, Views
 from veca.data.draws import sample_keys
-from veca.data.errors import BadImageError, DataError
-from veca.data.faults import TooManyBadError
+from veca.data.errors import BadImageError, DataError, TooManyBadError
 from veca.data.in_memory import InMemoryImages, cache_file
 from veca.data.index import cache_dir
 from veca.data.loader import Batch, BatchPlan, Loader

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from veca.data.errors import DataError
+from veca.errors import DataError, TooManyBadError
 
 LIMIT = 0.01
 """The share of bad images above which a run stops."""
@@ -19,14 +19,6 @@ _FIRST_LOOK = 100
 _SHOWN = 50
 
 log = logging.getLogger("veca.data")
-
-
-class TooManyBadError(DataError):
-    """More bad images than a run may skip; `bad` lists all of them as (name, reason)."""
-
-    def __init__(self, message: str, bad: Sequence[tuple[str, str]]) -> None:
-        super().__init__(message)
-        self.bad = list(bad)
 
 
 class Faults:

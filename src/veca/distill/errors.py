@@ -1,13 +1,5 @@
-"""What goes wrong with a distillation run."""
+"""The errors of a distillation run, where 0.1 had them; they are defined in `veca.errors`."""
 
-from __future__ import annotations
+from veca.errors import DistillError, DivergedError
 
-from veca.errors import VecaError
-
-
-class DistillError(VecaError, ValueError):
-    """A distillation that cannot start or go on as asked."""
-
-
-class DivergedError(DistillError, RuntimeError):
-    """The loss became NaN or infinite; the run stopped and kept its last good checkpoint."""
+__all__ = ["DistillError", "DivergedError"]

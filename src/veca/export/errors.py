@@ -1,9 +1,5 @@
-"""What can go wrong with an export."""
+"""The errors of an export, where 0.1 had them; they are defined in `veca.errors`."""
 
-from __future__ import annotations
+from veca.errors import ExportError
 
-from veca.errors import VecaError
-
-
-class ExportError(VecaError, RuntimeError):
-    """A model that cannot be exported, or a file that does not do what the model does."""
+__all__ = ["ExportError"]

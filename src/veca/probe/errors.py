@@ -1,9 +1,5 @@
-"""What can go wrong with a probe."""
+"""The errors of probes, where 0.1 had them; they are defined in `veca.errors`."""
 
-from __future__ import annotations
+from veca.errors import ProbeError
 
-from veca.errors import VecaError
-
-
-class ProbeError(VecaError, ValueError):
-    """A probe that cannot be run as asked: a protocol, a cache, data or settings do not fit."""
+__all__ = ["ProbeError"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from veca.errors import VecaError
+from veca.errors import TeacherError as TeacherError
 
 Grid = tuple[int, int]
 Triple = tuple[float, float, float]
@@ -30,10 +30,6 @@ _STUDENT_PATCH = 16
 _PIXEL_RANGE = (-0.5, 1.5)
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that use CUDA graphs."""
-
-
-class TeacherError(VecaError, ValueError):
-    """A teacher that cannot be found, fetched, loaded or run as asked."""
 
 
 class TeacherFeatures(NamedTuple):

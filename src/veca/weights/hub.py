@@ -16,10 +16,6 @@ TIMEOUT = 10.0
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
 
-class OfflineModeIsEnabled(Exception):
-    """The user wants no network; the hub's client has an exception of the same name."""
-
-
 def is_repo(text: str) -> bool:
     """Whether `text` reads as owner/name or owner/name@revision, and not as a path to a file."""
     return bool(_REPO.fullmatch(text)) and not text.endswith(".safetensors")
@@ -61,7 +57,7 @@ def _trouble(name: str, revision: str | None) -> Exception | None:
 
     # The client reads this variable once, when imported; a user may set it later.
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return OfflineModeIsEnabled()
+        return huggingface_hub.utils.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
     try:
         huggingface_hub.HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except Exception as error:  # as above

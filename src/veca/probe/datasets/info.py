@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from veca.errors import VecaError
+from veca.errors import DatasetError as DatasetError
 
 TASKS = ("classification", "segmentation", "depth")
 """What a dataset can be for."""
-
-
-class DatasetError(VecaError, ValueError):
-    """A dataset that is not there, not complete, or not what it says; the message names the file.
-
-    `missing` holds every absent file or folder, relative to the root, where that was the fault.
-    """
-
-    def __init__(self, message: str, *, missing: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.missing = tuple(missing)
 
 
 @dataclass(frozen=True)
