@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from rows import RESULTS, others
+from veca._util.cuda import side_stream
+from veca._util.files import atomic_write
+from veca._util.memory import peak_tensor_memory
 from veca.bench import Plan, machine, take_turns
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig, distill
-from veca.files import atomic_write
-from veca.memory import peak_tensor_memory
-from veca.streams import side_stream
 
 Call = Callable[[], object]
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from veca import PRESETS, Veca, create_model
+from veca._util.files import atomic_write
 from veca.bench import machine
 from veca.export import ANY, FORMATS, Exported, export_model
-from veca.files import atomic_write
 
 RESULTS = Path(__file__).parent / "results" / "export.csv"
 SIZES = ((224, 224), (256, 384), (512, 512), (1024, 768))

@@ -13,8 +13,8 @@ import argparse
 from pathlib import Path
 
 from agreement import held_out_places
+from veca._util.files import atomic_write
 from veca.distill import load_config
-from veca.files import atomic_write
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from scores import (
     interval_ends,
     samples_seen,
 )
-from veca.files import atomic_write
+from veca._util.files import atomic_write
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 COLOURS = {"dense": "black", "64": "#0072B2", "8": "#E69F00"}

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
+from veca._util.files import atomic_write_text
 from veca.cli.main import main as veca
-from veca.files import atomic_write_text
 from veca.probe import Run, read_run, write_report
 from veca.probe.table import metric_title, ordered, show_metric
 

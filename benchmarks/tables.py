@@ -15,7 +15,7 @@ from functools import partial
 import learning
 import scores
 from rows import ROOT, Rows, number, read, table
-from veca.files import atomic_write_text
+from veca._util.files import atomic_write_text
 
 DOCUMENTS = (
     "README.md",

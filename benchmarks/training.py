@@ -15,7 +15,7 @@ from pathlib import Path
 
 from common import print_table
 from rows import RESULTS, others
-from veca.files import atomic_write
+from veca._util.files import atomic_write
 
 COLUMNS = (
     *("run", "step", "samples", "student", "size", "cores"),

@@ -23,12 +23,12 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import veca
+from veca._util.device import usable_device
+from veca._util.files import atomic_write, atomic_write_json, atomic_write_text
 from veca.bench import machine
-from veca.devices import usable_device
 from veca.distill import BudgetSampler
 from veca.distill.nested import default_budgets
 from veca.errors import VecaError
-from veca.files import atomic_write, atomic_write_json, atomic_write_text
 from veca.images import normalize, to_tensor
 from veca.probe.schedule import batches
 from veca.weights import weights_hash

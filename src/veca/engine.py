@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from veca import rope
+from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
 from veca.errors import InputError, at_least
 from veca.model import (
@@ -33,7 +34,6 @@ from veca.model import (
     check_model,
 )
 from veca.rope import Rotation
-from veca.streams import side_stream
 from veca.weights.tensors import blank
 
 
@@ -200,7 +200,7 @@ class Plan:
             for _ in range(2):
                 engine.forward(self.images, self.budget, self.rotation)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with recording(self.graph):
             self.output = engine.forward(self.images, self.budget, self.rotation)
 
 

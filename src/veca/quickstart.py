@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from veca import bench, viz
+from veca._util.html import Page
 from veca.cost import Cost, cost
-from veca.html import Page
 from veca.images import target_size
 from veca.model import Veca
 from veca.viz import numbers

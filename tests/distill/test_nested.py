@@ -10,8 +10,8 @@ import torch
 from distill.small import settings
 from veca.distill import distill
 from veca.distill.draws import seed_torch
-from veca.distill.errors import DistillError
 from veca.distill.nested import BudgetSampler, default_budgets
+from veca.errors import DistillError
 
 
 def test_defaults_are_published() -> None:

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from veca.distill.errors import DistillError
 from veca.distill.nested import BudgetSampler
 from veca.distill.schedule import Phase, Plan, SizeSchedule, learning_rate
+from veca.errors import DistillError
 
 PUBLISHED = (
     Phase({256: 0.35, 384: 0.35, 512: 0.30}, until=7000),

@@ -100,7 +100,7 @@ def test_a_crash_while_writing_leaves_nothing(entry, monkeypatch):
     def crash(*_):
         raise RuntimeError("the power failed")
 
-    monkeypatch.setattr("veca.files.os.replace", crash)
+    monkeypatch.setattr("veca._util.files.os.replace", crash)
     with pytest.raises(RuntimeError):
         entry.write(1, part(entry, 1, seed=9))
     assert sorted(p.name for p in entry.folder.iterdir()) == before

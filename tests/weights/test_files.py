@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from veca import files
+from veca._util import files
 from veca.errors import InputError, OutputError
 
 

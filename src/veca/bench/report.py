@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from veca._util.files import atomic_write
 from veca.bench.measure import DENSE, Row
 from veca.errors import InputError, MissingExtraError
-from veca.files import atomic_write
 from veca.version import __version__
 
 

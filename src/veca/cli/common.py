@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
     """The torch device a user asked for, checked to exist."""
     import torch
 
-    from veca.devices import usable_device
+    from veca._util.device import usable_device
 
     if name == "auto":
         if torch.cuda.is_available():
@@ -71,7 +71,7 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
 
 def say_passed_over(counts: Mapping[str, int]) -> None:
     """One line about the files of folders that are no images by their suffix, if there are any."""
-    from veca.files import printable
+    from veca._util.files import printable
 
     if not counts:
         return
@@ -90,7 +90,7 @@ def writable_folder(path: Path) -> Iterator[Path]:
 
     If the block writes nothing, because it fails, the folder goes again.
     """
-    from veca.files import folder_to_fill
+    from veca._util.files import folder_to_fill
 
     with contextlib.ExitStack() as stack:
         try:

@@ -86,23 +86,13 @@ def embed(
 
     veca embed photos/ --out vectors/ --weights my-weights --cores 32
     """
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
+    from veca._util.progress import progress_bar
     from veca.collections import embed as embed_collection
     from veca.data import open_source
 
     images = open_source(source[0] if len(source) == 1 else source)
     say_passed_over(getattr(images, "passed_over", {}))
-    columns = (TextColumn("embedding"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("embedding", total=None)
+    with progress_bar("embedding", console) as update:
         report = embed_collection(
             images,
             out,
@@ -122,7 +112,7 @@ def embed(
             threads=threads,
             address=address,
             retry_failed=retry_failed,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=update,
         )
     if report.computed:
         speed = f"({report.images_per_second:.1f} images/s)"

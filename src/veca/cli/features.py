@@ -74,16 +74,10 @@ def features(
     veca features photos/ "more/*.jpg" --out features/ --cores 32 --size 512
     """
     import torch
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
 
+    from veca._util.files import printable
+    from veca._util.progress import progress_bar
     from veca.features import extract
-    from veca.files import printable
     from veca.images import find_images
     from veca.weights import load
 
@@ -96,15 +90,7 @@ def features(
         torch.set_num_threads(threads)
     model = load(weights, device=pick_device(device))
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("features", total=len(found))
+    with progress_bar("features", console) as update:
         summary = extract(
             model,
             found,
@@ -120,7 +106,7 @@ def features(
             overwrite=overwrite,
             root=root,
             workers=workers,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=update,
         )
 
     for name, message in summary.failed[:_SHOWN_FAILURES]:

@@ -38,9 +38,8 @@ def pack(
 ) -> None:
     """Pack images into tar shards (webdataset layout); run it again to go on after a stop."""
     from rich.filesize import decimal
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as TimeLeft
 
+    from veca._util.progress import progress_bar
     from veca.data import DataError, open_source
     from veca.data import pack as pack_images
     from veca.data.packing import FAILURES
@@ -49,9 +48,7 @@ def pack(
         raise DataError(f"--size is a number of pixels or 'native'; got {size!r}.")
     images = open_source(source[0] if len(source) == 1 else source)
     say_passed_over(getattr(images, "passed_over", {}))
-    columns = (TextColumn("packing"), BarColumn(), MofNCompleteColumn(), TimeLeft())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("packing", total=len(images))
+    with progress_bar("packing", console) as update:
         report = pack_images(
             images,
             out,
@@ -62,7 +59,7 @@ def pack(
             shard_size=shard_size,
             per_shard=per_shard,
             workers=workers,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            progress=update,
         )
     earlier = report.images - report.written
 

@@ -120,6 +120,7 @@ def probe(
     """
     import torch
 
+    from veca._util.progress import progress_bar
     from veca.probe import load_protocol, planned_subject, run_probe
     from veca.probe.record import check_out
 
@@ -168,7 +169,7 @@ def probe(
             )
             check_out(folders[one], planned, overwrite)
         for one, folder in folders.items():
-            with _Bar() as progress:
+            with progress_bar("preparing", console) as update:
                 run = run_probe(
                     one,
                     backbones,
@@ -187,7 +188,7 @@ def probe(
                     measure_time=time,
                     verify=verify,
                     command=_command(one, used),
-                    progress=progress,
+                    progress=lambda text, done, total: update(done, total, text),
                 )
             _show(run, folder)
 
@@ -328,37 +329,3 @@ def _command(task: str, options: dict[str, Any]) -> str:
                 text = Path(one).name if isinstance(one, Path) else public_name(str(one))
                 words += [f"--{name}", text]
     return shlex.join(words)
-
-
-class _Bar:
-    """A progress bar whose line says what is being done."""
-
-    def __enter__(self) -> Any:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console, transient=True)
-        self._bar.start()
-        self._task = self._bar.add_task("preparing", total=None)
-        self._text = ""
-        return self._update
-
-    def _update(self, text: str, done: int, total: int) -> None:
-        if text != self._text:  # the time left is estimated anew for each piece of work
-            self._bar.reset(self._task, total=total, description=text)
-            self._text = text
-        self._bar.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()

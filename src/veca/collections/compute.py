@@ -21,17 +21,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from veca._util.memory import is_out_of_memory
+from veca._util.threads import open_lanes
 from veca.collections.plan import GONE, Plan, Shard
 from veca.collections.settings import Settings
 from veca.collections.table import Rows, ShardRecord, ShardWriter
 from veca.data.decode import GAP, EncodedImage
-from veca.data.errors import BadImageError, DataError
 from veca.data.sources import ImageSource
-from veca.errors import InputError
+from veca.errors import BadImageError, DataError, InputError
 from veca.features.extract import DTYPES
 from veca.images import MAX_PIXELS, normalize, target_size
-from veca.lanes import open_lanes
-from veca.memory import is_out_of_memory
 from veca.model import Veca
 
 IN_A_ROW = 100

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from veca._util.threads import lanes_for
 from veca.collections.compute import Compute, Results, embed_shards
 from veca.collections.plan import Plan, Shard
 from veca.collections.settings import Settings
 from veca.collections.table import ShardRecord
 from veca.data import pool
 from veca.data.sources import ImageSource
-from veca.lanes import lanes_for
 from veca.model import Veca
 
 

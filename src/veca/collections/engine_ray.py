@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from veca import errors
+from veca._util.extras import require
+from veca._util.threads import lanes_for
 from veca.collections.compute import Compute, OrderedMap, Results, embed_shards
-from veca.collections.extras import require
 from veca.collections.plan import Plan, Shard
 from veca.collections.settings import Settings
 from veca.collections.table import ShardRecord, shard_path
-from veca.data.errors import DataError
 from veca.data.sources import ImageSource
-from veca.errors import InputError, VecaError
-from veca.lanes import lanes_for
+from veca.errors import DataError, InputError, VecaError
 from veca.model import Veca, create_model
 
 _GPU_CPUS = 4  # of a worker with a GPU: threads that decode

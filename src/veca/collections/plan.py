@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from veca._util.files import atomic_write, atomic_write_json, exclusive, output_errors
 from veca.collections.settings import LAYOUT, Settings
 from veca.collections.table import MANIFEST, SHARDS, read_manifest
 from veca.data.index import load_arrays
 from veca.data.names import Names
 from veca.data.sources import ImageSource
 from veca.errors import InputError, OutputError
-from veca.files import atomic_write, atomic_write_json, exclusive, output_errors
 from veca.version import __version__
 
 PLAN = "plan"

@@ -23,14 +23,16 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from veca._util.extras import require
+from veca._util.files import commit, temporary_beside
+from veca._util.html import Page
 from veca.collections.compute import Compute, Decoder
-from veca.collections.extras import require
 from veca.collections.settings import Settings
 from veca.collections.table import finished_shards, read_manifest, read_paths, read_shard
 from veca.data.decode import EncodedImage
-from veca.data.errors import BadImageError
 from veca.data.shards import ShardSource
 from veca.errors import (
+    BadImageError,
     ImageError,
     InputError,
     OutputError,
@@ -38,8 +40,6 @@ from veca.errors import (
     WeightsError,
     at_least,
 )
-from veca.files import commit, temporary_beside
-from veca.html import Page
 from veca.images import Source, read_image
 from veca.model import Veca, evaluating
 from veca.weights import load, weights_hash

@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from veca.collections.extras import require
+from veca._util.extras import require
+from veca._util.files import commit, output_errors, printable, temporary_beside
 from veca.collections.settings import LAYOUT, Settings
 from veca.errors import InputError
-from veca.files import commit, output_errors, printable, temporary_beside
 
 SHARDS = "shards"
 MANIFEST = "embed.json"

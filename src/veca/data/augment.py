@@ -20,9 +20,8 @@ from torch import Tensor
 
 from veca.data import mixing, trivial
 from veca.data.draws import Keys, uniform
-from veca.data.errors import DataError
 from veca.data.resample import Size, crop_resize_batch, upload
-from veca.errors import suggest
+from veca.errors import DataError, suggest
 
 KINDS = ("paper", "rrc", "none")
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from veca.data.errors import BadImageError, DataError
-from veca.errors import ImageError, suggest
+from veca.errors import BadImageError, DataError, ImageError, suggest
 from veca.images import read_image
 
 if TYPE_CHECKING:

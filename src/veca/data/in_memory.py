@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from veca._util.files import atomic_write
 from veca.data.decode import EncodedImage, check_shape, shaped
-from veca.data.errors import BadImageError, DataError
 from veca.data.faults import LIMIT, Faults, OnBad
 from veca.data.index import digest
 from veca.data.names import Names
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource
-from veca.files import atomic_write
+from veca.errors import BadImageError, DataError
 
 Progress = Callable[[int, int], None]
 """Called now and then with (images done, images in all)."""

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from veca.data.errors import DataError
+from veca._util.cache import cache_folder
+from veca._util.files import atomic_write
 from veca.data.names import Names
-from veca.errors import VecaError
-from veca.files import atomic_write
+from veca.errors import DataError, VecaError
 from veca.images import EXTENSIONS
 
 VERSION = 1
@@ -47,12 +47,6 @@ class FolderIndex(NamedTuple):
     """How many other files there are beside the images, by suffix in lower case."""
 
 
-def cache_dir() -> Path:
-    """Where indexes and decoded sets are kept: $VECA_CACHE, or ~/.cache/veca."""
-    chosen = os.environ.get("VECA_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "veca"
-
-
 def digest(*parts: object) -> str:
     """A short name for anything printable; 32 hexadecimal digits."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
@@ -66,7 +60,7 @@ def folder_index(folder: Path, *, cache: Path | None = None) -> FolderIndex:
     over.
     """
     folder = folder.absolute()
-    kept = (cache or cache_dir()) / "index" / f"{digest(folder)}.npz"
+    kept = (cache or cache_folder()) / "index" / f"{digest(folder)}.npz"
     index = _load(kept, folder)
     if index is None:
         index, folders = _scan(folder)

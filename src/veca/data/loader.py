@@ -14,7 +14,6 @@ from torch import Tensor
 
 from veca.data.augment import Augmentation, AugmentConfig, as_size
 from veca.data.draws import sample_keys
-from veca.data.errors import DataError
 from veca.data.faults import LIMIT, Faults, OnBad
 from veca.data.in_memory import InMemoryImages
 from veca.data.index import digest
@@ -24,6 +23,7 @@ from veca.data.pool import default_workers
 from veca.data.reader import Job, Piece, Reader, Stream
 from veca.data.resample import Size, upload
 from veca.data.sources import Spec, open_source
+from veca.errors import DataError
 
 _STATE = 1
 _LARGEST_PIECE = 32

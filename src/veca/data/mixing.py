@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.data.draws import Keys, uniform
-from veca.data.errors import DataError
 from veca.data.resample import upload
+from veca.errors import DataError
 
 STREAMS = 6
 """How many streams of a key `draw` takes."""

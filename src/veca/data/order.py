@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca.data.draws import permutation, sample_keys
-from veca.data.errors import DataError
+from veca.errors import DataError
 
 
 class Stretch(NamedTuple):

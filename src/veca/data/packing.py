@@ -22,12 +22,7 @@ from typing import Any
 
 from PIL import features
 
-from veca.data.decode import EncodedImage, check_shape, shaped
-from veca.data.errors import BadImageError, DataError
-from veca.data.pool import default_workers, ordered_map
-from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import suggest
-from veca.files import (
+from veca._util.files import (
     atomic_write_json,
     atomic_write_text,
     commit,
@@ -37,6 +32,10 @@ from veca.files import (
     printable,
     temporary_beside,
 )
+from veca.data.decode import EncodedImage, check_shape, shaped
+from veca.data.pool import default_workers, ordered_map
+from veca.data.sources import ImageSource, Spec, open_source
+from veca.errors import BadImageError, DataError, suggest
 
 MANIFEST, FAILURES = "manifest.json", "failures.txt"
 FORMATS = {"jpeg": ".jpg", "webp": ".webp"}

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from veca.data.errors import DataError
+from veca.errors import DataError
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset
 from veca.data.augment import Augmentation
 from veca.data.decode import GAP, EncodedImage
 from veca.data.draws import choice
-from veca.data.errors import BadImageError, DataError
 from veca.data.resample import Size, crop_resize
 from veca.data.sources import ImageSource
+from veca.errors import BadImageError, DataError
 
 _TRIES = 10
 _REPLACE = 1000  # streams from here on pick replacements

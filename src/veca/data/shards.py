@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from veca.data.errors import DataError
-from veca.data.index import VERSION, cache_dir, digest, load_arrays, save_arrays
+from veca._util.cache import cache_folder
+from veca.data.index import VERSION, digest, load_arrays, save_arrays
 from veca.data.names import Names
+from veca.errors import DataError
 from veca.images import EXTENSIONS
 
 _OPEN_FILES = 64
@@ -118,7 +119,7 @@ def shard_index(path: Path, *, cache: Path | None = None) -> ShardIndex:
             f"{path}: the shard cannot be read ({error.strerror}); check the path."
         ) from error
     head = [VERSION, str(path.absolute()), state.st_size, state.st_mtime_ns]
-    kept = (cache or cache_dir()) / "index" / f"{digest('shard', path.absolute())}.npz"
+    kept = (cache or cache_folder()) / "index" / f"{digest('shard', path.absolute())}.npz"
     index = _recall(kept, head)
     if index is None:
         index = _scan(path, state.st_size)

@@ -13,10 +13,10 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from veca.data.errors import DataError
 from veca.data.index import SHARD, digest, folder_index
 from veca.data.names import Names
 from veca.data.shards import ShardSource
+from veca.errors import DataError
 from veca.images import EXTENSIONS, open_file
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")

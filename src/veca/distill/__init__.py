@@ -5,7 +5,6 @@ thing the method names: losses, nested budgets, optimisers, schedule, standardis
 """
 
 from veca.distill.config import DistillConfig, load_config
-from veca.distill.errors import DistillError, DivergedError
 from veca.distill.export import export_checkpoint
 from veca.distill.follow import read_metrics
 from veca.distill.loop import DistillResult, distill
@@ -15,6 +14,7 @@ from veca.distill.normuon import NorMuon, polar_express
 from veca.distill.publish import publish
 from veca.distill.standardise import TargetStatistics, load_targets
 from veca.distill.student import load_heads
+from veca.errors import DistillError, DivergedError
 
 __all__ = [
     "BudgetSampler",

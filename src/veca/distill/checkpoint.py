@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca import files
-from veca.distill.errors import DistillError
+from veca._util import files
+from veca.errors import DistillError
 from veca.weights.tensors import write
 
 FORMAT_VERSION = 1

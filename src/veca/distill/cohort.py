@@ -14,12 +14,12 @@ from torch import Tensor
 
 from veca.data import Batch
 from veca.distill.config import DistillConfig
-from veca.distill.errors import DistillError
 from veca.distill.parallel import World
 from veca.distill.schedule import Plan, Step
 from veca.distill.standardise import from_tensors, to_tensors
 from veca.distill.teaching import Teaching
 from veca.distill.trainer import Trainer
+from veca.errors import DistillError
 
 MAIN = ""
 """The name of the settings' own student, beside its siblings'."""

@@ -17,10 +17,9 @@ from typing import Any
 from veca.data.augment import AugmentConfig
 from veca.data.faults import LIMIT
 from veca.distill import settings
-from veca.distill.errors import DistillError
 from veca.distill.optim import NAMES as OPTIMIZERS
 from veca.distill.schedule import Phase
-from veca.errors import suggest
+from veca.errors import DistillError, suggest
 
 PRECISIONS = ("auto", "bfloat16", "float32")
 PARALLELS = ("auto", "none", "ddp", "fsdp")

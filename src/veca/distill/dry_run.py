@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from veca._util.memory import peak_tensor_memory
 from veca.distill.cohort import Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.describe import MemoryEstimate, describe, estimate_memory, in_bytes
@@ -20,7 +21,6 @@ from veca.distill.setup import (
     open_teachers,
     training_loader,
 )
-from veca.memory import peak_tensor_memory
 from veca.teachers.base import Teacher
 
 

@@ -9,15 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from veca._util.files import place_for
 from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.distill.checkpoint import CheckpointStore
 from veca.distill.cohort import MAIN, sections_of
-from veca.distill.errors import DistillError
 from veca.distill.standardise import from_tensors, save_targets
 from veca.distill.student import save_heads
-from veca.errors import suggest
-from veca.files import place_for
+from veca.errors import DistillError, suggest
 from veca.teachers import save_dense_vit
 from veca.weights import store
 

@@ -23,11 +23,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from torch import Tensor
 
 import veca
-from veca import files
-from veca.distill.errors import DistillError, DivergedError
+from veca._util import files
 from veca.distill.parallel import World
 from veca.distill.schedule import Step
-from veca.errors import MissingExtraError
+from veca.errors import DistillError, DivergedError, MissingExtraError
 
 METRICS, RUN = "metrics.jsonl", "run.json"
 _PLAIN_EVERY_S = 30.0

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from veca._util.cuda import recording, side_stream
 from veca.distill.teaching import Target
-from veca.streams import side_stream
 
 Pass = Callable[[Tensor, Sequence[Target], int, float], Tensor]
 """(images, targets, budget, share) -> loss terms; adds the share of the gradients to `.grad`."""
@@ -88,7 +88,7 @@ class PassGraphs:
         torch.cuda.set_rng_state(state, device)
         graph = torch.cuda.CUDAGraph()
         # Threads that write checkpoints or fetch images go on meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(graph, pool=self._pool, capture_error_mode="thread_local"):
             terms = self._run(images, targets, budget, share)
         return Recorded(graph, terms)
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from veca._util.files import atomic_write_text, folder_to_fill, place_for
 from veca.distill.checkpoint import Checkpoint, CheckpointStore
 from veca.distill.cohort import MAIN, Cohort
 from veca.distill.config import DistillConfig
 from veca.distill.describe import describe
-from veca.distill.errors import DistillError, DivergedError
 from veca.distill.export import FINAL, SIBLINGS, export_sections
 from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
 from veca.distill.parallel import World, launch, own_torch_state
@@ -42,7 +42,7 @@ from veca.distill.setup import (
 )
 from veca.distill.trainer import Trainer
 from veca.distill.validate import Examined, mean_loss, validate
-from veca.files import atomic_write_text, folder_to_fill, place_for
+from veca.errors import DistillError, DivergedError
 from veca.teachers.base import Teacher
 from veca.weights.names import public_name
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from veca.distill.draws import budget_number, weighted_choice
-from veca.distill.errors import DistillError
+from veca.errors import DistillError
 
 PUBLISHED_BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
 PUBLISHED_WEIGHTS = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)

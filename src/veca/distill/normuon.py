@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from veca.distill.errors import DistillError
+from veca.errors import DistillError
 
 # Odd polynomials a x + b x^3 + c x^5, each the best fit to 1 on the interval that the ones before
 # leave singular values in, which start in [0.001, 1]. All but the last give 1 % away, so that

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from veca.distill.errors import DistillError
 from veca.distill.normuon import NorMuon
+from veca.errors import DistillError
 
 NAMES = ("normuon", "muon", "adamw")
 

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from veca.devices import usable_device
-from veca.distill.errors import DistillError
-from veca.errors import InputError
+from veca._util.device import usable_device
+from veca.errors import DistillError, InputError
 
 _TIMEOUT = timedelta(minutes=15)
 """How long a rank waits for the others: longer than any validation or save takes."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from veca import files
-from veca.distill.errors import DistillError
+from veca._util import files
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.student import HEADS
+from veca.errors import DistillError
 from veca.weights import load, processor, read_provenance, save, store
 from veca.weights.card import FILE as CARD
 from veca.weights.card import model_card, results_in

@@ -8,10 +8,10 @@ from typing import Any
 from veca.distill.checkpoint import Checkpoint
 from veca.distill.cohort import Cohort
 from veca.distill.config import DistillConfig
-from veca.distill.errors import DistillError
 from veca.distill.schedule import Plan
 from veca.distill.setup import TRAINING_FIELDS
 from veca.distill.teaching import Teaching
+from veca.errors import DistillError
 
 _FREE = ("follow", "max_minutes", "device", "parallel", "checkpoint", "validation")
 """Settings that no curve depends on."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from veca.data import InMemoryImages, sample_keys
 from veca.data.draws import choice, uniform
-from veca.distill.errors import DistillError
+from veca.errors import DistillError
 from veca.images import EXTENSIONS, read_image
 from veca.teachers.custom import CallableTeacher
 

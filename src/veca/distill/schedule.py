@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from veca.distill.draws import size_number, weighted_choice
-from veca.distill.errors import DistillError
 from veca.distill.nested import BudgetSampler
+from veca.errors import DistillError
 
 
 def learning_rate(

@@ -14,8 +14,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from veca.distill.errors import DistillError
-from veca.errors import MissingExtraError, VecaError, suggest
+from veca.errors import DistillError, MissingExtraError, VecaError, suggest
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from veca._util.cache import cache_folder
 from veca.config import VecaConfig
 from veca.data import (
     AugmentConfig,
@@ -16,7 +17,6 @@ from veca.data import (
     DataError,
     InMemoryImages,
     Loader,
-    cache_dir,
     hold_out,
     open_source,
 )
@@ -25,7 +25,6 @@ from veca.data.mixing import check_pairs
 from veca.dense import DenseVit
 from veca.distill import samples
 from veca.distill.config import DataConfig, DistillConfig, StudentConfig, TeacherConfig
-from veca.distill.errors import DistillError
 from veca.distill.nested import BudgetSampler
 from veca.distill.parallel import World
 from veca.distill.schedule import Plan, SizeSchedule
@@ -41,7 +40,7 @@ from veca.distill.student import (
     take_patch_embedding,
 )
 from veca.distill.teaching import Lesson, Teaching
-from veca.errors import suggest
+from veca.errors import DistillError, suggest
 from veca.model import Veca, create_model
 from veca.teachers import read_dense_vit
 from veca.teachers.base import Teacher
@@ -115,7 +114,7 @@ def _open(given: Images, config: DataConfig, world: World) -> Images:
             size=config.memory_size,
             mode=config.memory_mode,
             device=world.device,
-            cache=cache_dir() / "images",
+            cache=cache_folder("images"),
             workers=_workers(config),
             bad_limit=config.bad_limit,
         )

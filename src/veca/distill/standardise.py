@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca.distill.errors import DistillError
+from veca.errors import DistillError
 from veca.weights.tensors import write_file
 
 FILE = "targets.safetensors"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from veca.config import VecaConfig, preset
 from veca.dense import DenseVit
-from veca.distill.errors import DistillError
+from veca.errors import DistillError
 from veca.model import Veca, initialize
 from veca.teachers.base import Teacher
 from veca.weights import load

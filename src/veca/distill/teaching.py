@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from veca.distill.config import LossConfig, TeacherConfig
-from veca.distill.errors import DistillError
 from veca.distill.losses import Losses, classifier_kl, distillation_loss
 from veca.distill.standardise import TargetStatistics
 from veca.distill.student import Prediction
+from veca.errors import DistillError
 from veca.teachers.base import Teacher, TeacherFeatures
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from veca.distill.config import DistillConfig, StudentConfig
 from veca.distill.draws import seed_torch
 from veca.distill.ema import WeightAverage
-from veca.distill.errors import DistillError
 from veca.distill.graphs import PassGraphs
 from veca.distill.optim import Optimizers
 from veca.distill.parallel import World, shard
 from veca.distill.schedule import Plan, Step
 from veca.distill.setup import Start, build_student, compile_blocks
 from veca.distill.teaching import Target, Teaching
+from veca.errors import DistillError
 
 
 class Trainer:

@@ -4,8 +4,8 @@
 file with the model, `api` puts them together, and `loaded` runs such a file from Python.
 """
 
+from veca.errors import ExportError
 from veca.export.api import ANY, DTYPES, FORMATS, Exported, export_model
-from veca.export.errors import ExportError
 from veca.export.loaded import ExportedModel, load_exported
 
 __all__ = [

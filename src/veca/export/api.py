@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from veca import files
-from veca.errors import InputError, OutputError, suggest
+from veca._util import files
+from veca.errors import ExportError, InputError, OutputError, suggest
 from veca.export import onnx_file, torch_file, verify
-from veca.export.errors import ExportError
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
 from veca.model import Veca, check_budget, check_model
 from veca.version import __version__

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from veca.export.errors import ExportError
+from veca.errors import ExportError
 from veca.model import Veca, VecaOutput, check_images
 
 OUTPUTS = ("cls", "patches", "core_tokens", "core_xy")

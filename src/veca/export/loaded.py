@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from veca._util.device import usable_device
 from veca.config import VecaConfig
-from veca.devices import usable_device
-from veca.errors import ConfigError, InputError
-from veca.export.errors import ExportError
+from veca.errors import ConfigError, ExportError, InputError
 from veca.export.graph import MIN_SIDE
 from veca.export.onnx_file import OnnxRunner
 from veca.export.torch_file import TorchRunner

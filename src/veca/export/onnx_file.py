@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from veca.config import VecaConfig
-from veca.errors import InputError, MissingExtraError
-from veca.export.errors import ExportError
+from veca.errors import ExportError, InputError, MissingExtraError
 from veca.export.graph import OUTPUTS, quiet
 
 METADATA = "veca"

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca.errors import InputError
-from veca.export.errors import ExportError
+from veca.errors import ExportError, InputError
 from veca.export.graph import quiet
 
 FACTS = "veca.json"

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from veca._util.files import atomic_write
 from veca.errors import InputError
-from veca.files import atomic_write
 
 FORMATS = ("npz", "safetensors")
 """What a file of features can be."""

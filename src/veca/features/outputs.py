@@ -13,10 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from veca.errors import ImageError, InputError, OutputError
-from veca.features.files import FORMATS, origin_of, write_features
-from veca.features.pipeline import Item
-from veca.files import (
+from veca._util.files import (
     atomic_write_json,
     atomic_write_text,
     folder_to_fill,
@@ -24,6 +21,9 @@ from veca.files import (
     printable,
     temporary_beside,
 )
+from veca.errors import ImageError, InputError, OutputError
+from veca.features.files import FORMATS, origin_of, write_features
+from veca.features.pipeline import Item
 from veca.version import __version__
 
 MANIFEST = "features.json"

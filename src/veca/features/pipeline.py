@@ -11,9 +11,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from veca._util.threads import lanes_for, open_lanes
 from veca.errors import ImageError, VecaError
 from veca.images import Preprocessed
-from veca.lanes import lanes_for, open_lanes
 
 Result = TypeVar("Result")
 

@@ -10,6 +10,7 @@ is probed, `extract` computes features once and `cache` keeps them, `tasks` trai
 `record`, `table`, `plot` and `report` show what came out.
 """
 
+from veca.errors import ProbeError
 from veca.probe.backbone import (
     Backbone,
     DenseBackbone,
@@ -19,7 +20,6 @@ from veca.probe.backbone import (
     as_backbone,
 )
 from veca.probe.blind import BlindBackbone
-from veca.probe.errors import ProbeError
 from veca.probe.protocol import TASKS, Protocol, available_protocols, load_protocol
 from veca.probe.record import Row, Run, find_runs, read_run
 from veca.probe.report import write_report

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from veca._util.memory import is_out_of_memory
 from veca.config import VecaConfig
 from veca.cost import cost
 from veca.dense import DenseVit
+from veca.errors import ProbeError
 from veca.images import normalize
-from veca.memory import is_out_of_memory
 from veca.model import Veca, check_budget
-from veca.probe.errors import ProbeError
 from veca.probe.protocol import Extract
 from veca.weights import weights_hash
 from veca.weights.names import public_name

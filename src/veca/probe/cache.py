@@ -24,9 +24,9 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from veca.files import atomic_write, atomic_write_json
-from veca.probe.errors import ProbeError
-from veca.weights.names import cache_folder
+from veca._util.cache import cache_folder
+from veca._util.files import atomic_write, atomic_write_json
+from veca.errors import ProbeError
 
 # Raise it when features computed by this code change, so that no old entry is taken for a new one.
 VERSION = 1
@@ -38,7 +38,7 @@ Arrays = dict[str, Array]
 
 def default_folder() -> Path:
     """Where features are kept unless told otherwise: `probe` in $VECA_CACHE or ~/.cache/veca."""
-    return cache_folder() / "probe"
+    return cache_folder("probe")
 
 
 class Entry:

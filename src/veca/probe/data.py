@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.errors import suggest
+from veca.errors import ProbeError, suggest
 from veca.probe.datasets import Dataset, find_dataset, open_dataset
-from veca.probe.errors import ProbeError
 from veca.probe.kept import Kept, room
 from veca.probe.metrics import as_labels
 from veca.probe.protocol import Subset

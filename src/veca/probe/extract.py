@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from veca.errors import ProbeError
 from veca.probe.backbone import Backbone, Features, guarded_features
 from veca.probe.cache import Array, Arrays, Entry, digest
 from veca.probe.datasets import Dataset
-from veca.probe.errors import ProbeError
 from veca.probe.kept import Kept, room
 from veca.probe.protocol import Extract
 from veca.probe.views import Shown, Tile, View, to_unit

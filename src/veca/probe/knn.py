@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veca.probe.errors import ProbeError
+from veca.errors import ProbeError
 
 _CHUNK_NUMBERS = 2**25  # of a block of similarities
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.probe.errors import ProbeError
+from veca.errors import ProbeError
 
 Array = np.ndarray[Any, Any]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from veca._util.files import atomic_write
 from veca.errors import MissingExtraError
-from veca.files import atomic_write
 from veca.probe.record import Row, Run
 from veca.probe.table import metric_title, ordered, show_metric
 

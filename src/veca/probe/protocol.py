@@ -18,8 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from veca.errors import suggest
-from veca.probe.errors import ProbeError
+from veca.errors import ProbeError, suggest
 
 TASKS = ("knn", "linear", "logreg", "segmentation", "depth")
 """What can be measured; a protocol has a section for each that it describes."""

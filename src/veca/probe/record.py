@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from veca.files import atomic_write_json
-from veca.probe.errors import ProbeError
+from veca._util.files import atomic_write_json
+from veca.errors import ProbeError
 from veca.probe.intervals import Interval
 from veca.probe.metrics import HIGHER_IS_BETTER, PRIMARY
 

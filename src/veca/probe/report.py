@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from veca._util.html import Page
 from veca.errors import MissingExtraError
-from veca.html import Page
 from veca.probe.metrics import retention
 from veca.probe.plot import draw
 from veca.probe.record import Row, Run, find_runs, scoring_constants

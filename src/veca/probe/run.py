@@ -14,11 +14,11 @@ import PIL
 import torch
 
 from veca.bench import machine
+from veca.errors import ProbeError
 from veca.probe.backbone import STUDENT, TEACHER, Backbone, check_unique
 from veca.probe.cache import default_folder
 from veca.probe.data import DATASET_TASK, Data, open_data
 from veca.probe.datasets import find_dataset
-from veca.probe.errors import ProbeError
 from veca.probe.intervals import Interval, Resampling
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from veca.files import atomic_write_text
+from veca._util.files import atomic_write_text
 from veca.probe.intervals import Interval
 from veca.probe.record import Row, Run, write_run
 

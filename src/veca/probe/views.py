@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.errors import ProbeError
 from veca.images import MAX_PIXELS, target_size
 from veca.probe.datasets import Crop, Dataset
-from veca.probe.errors import ProbeError
 from veca.probe.protocol import CropRule, CropView, DepthView, WindowView
 
 Size = tuple[int, int]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from veca._util.device import usable_device
 from veca.dense import DenseVit
-from veca.devices import usable_device
 from veca.errors import suggest
 from veca.model import Veca
 from veca.teachers.base import Teacher, TeacherError

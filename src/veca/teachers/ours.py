@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from veca import files
+from veca._util import files
 from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.errors import ConfigError, WeightsError

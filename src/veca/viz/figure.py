@@ -16,9 +16,9 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from veca._util.files import atomic_write
+from veca._util.html import Page
 from veca.errors import InputError, suggest
-from veca.files import atomic_write
-from veca.html import Page
 from veca.viz.colour import RGB, heat_bar
 
 FORMATS = ("png", "svg", "html")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from veca._util.files import place_for
 from veca.errors import InputError, suggest
-from veca.files import place_for
 from veca.images import EXTENSIONS
 from veca.model import Veca
 from veca.viz.attention import KINDS, draw_attention, draw_single_cores

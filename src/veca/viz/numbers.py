@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veca import rope
+from veca._util.files import atomic_write
 from veca.errors import InputError
-from veca.files import atomic_write
 from veca.viz.chart import chart
 from veca.viz.figure import Figure
 from veca.viz.view import View, check_budgets

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from veca._util.files import atomic_write, place_for
+from veca._util.html import Page
 from veca.cost import cost
-from veca.files import atomic_write, place_for
-from veca.html import Page
 from veca.viz import numbers
 from veca.viz.figure import Figure
 from veca.viz.figures import FIGURES, Options

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from veca._util.device import usable_device
 from veca.config import VecaConfig
-from veca.devices import usable_device
 from veca.model import Veca
 from veca.weights import names, store
 from veca.weights import tensors as ts

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from veca._util.cache import cache_folder
 from veca.config import PRESETS
 from veca.errors import InputError, WeightsError, suggest
 from veca.weights import hub, store
@@ -40,12 +41,6 @@ def available() -> list[str]:
         with contextlib.suppress(OSError):  # no such folder, or one that may not be read
             found |= {entry.name for entry in folder.iterdir() if (entry / store.TENSORS).is_file()}
     return sorted(name for name in found if _NAME.fullmatch(name))
-
-
-def cache_folder() -> Path:
-    """Where weights with a name are kept: $VECA_CACHE, or ~/.cache/veca."""
-    chosen = os.environ.get("VECA_CACHE")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "veca"
 
 
 def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from veca import files
+from veca._util import files
 from veca.errors import OutputError, WeightsError
 from veca.model import Veca, check_model
 from veca.weights import safe_pickle, store

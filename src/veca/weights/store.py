@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from veca import files
+from veca._util import files
 from veca.config import VecaConfig
 from veca.errors import ConfigError, InputError, OutputError, WeightsError
 from veca.model import Veca, check_model

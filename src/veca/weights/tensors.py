@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from veca import files
+from veca._util import files
 from veca.config import VecaConfig
 from veca.errors import InputError, OutputError, WeightsError
 from veca.model import Veca

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import cached_file
 
-from veca import files
+from veca._util import files
 from veca.errors import OutputError, VecaError
 from veca.integrations.transformers.configuration import VecaConfig
 from veca.weights import processor, store

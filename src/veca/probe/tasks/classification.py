@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.errors import ProbeError
 from veca.probe import knn as knn_probe
 from veca.probe import linear as linear_probe
 from veca.probe import live, verify
@@ -18,7 +19,6 @@ from veca.probe import logreg as logreg_probe
 from veca.probe.augment import random_square
 from veca.probe.backbone import Features
 from veca.probe.data import hold_out, test_labels, train_labels
-from veca.probe.errors import ProbeError
 from veca.probe.extract import GLOBAL, Want
 from veca.probe.intervals import mean_sums
 from veca.probe.linear import Chosen, LinearGrid, Scaling

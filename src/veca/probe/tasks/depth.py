@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.errors import ProbeError
 from veca.probe import live, verify
 from veca.probe.augment import random_depth
 from veca.probe.backbone import Features
 from veca.probe.data import labels_of
 from veca.probe.datasets import Crop, Dataset
 from veca.probe.depth import DepthProbe, train
-from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
 from veca.probe.intervals import mean_sums
 from veca.probe.kept import Kept

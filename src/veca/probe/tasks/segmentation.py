@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.errors import ProbeError
 from veca.probe import live, verify
 from veca.probe.augment import random_segment
 from veca.probe.backbone import Features
 from veca.probe.data import labels_of, read_mask
 from veca.probe.datasets import Dataset
-from veca.probe.errors import ProbeError
 from veca.probe.extract import DENSE, Stored, Want
 from veca.probe.intervals import iou_sums
 from veca.probe.kept import Kept

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from veca.memory import is_out_of_memory, peak_tensor_memory
+from veca._util.memory import is_out_of_memory, peak_tensor_memory
 
 
 def test_peak_counts_what_is_alive_at_once():

@@ -1,4 +1,4 @@
-from veca.html import Page
+from veca._util.html import Page
 
 
 def test_page_escapes_and_is_written_whole(tmp_path):

@@ -1,9 +1,11 @@
-"""Work on a CUDA stream of its own, in turn with the rest."""
+"""Recording CUDA graphs: a stream for what goes before, and a recording that nothing disturbs."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -20,3 +22,21 @@ def side_stream(device: torch.device | None = None) -> Iterator[None]:
     with torch.cuda.stream(side):
         yield
     torch.cuda.current_stream(device).wait_stream(side)
+
+
+@contextlib.contextmanager
+def recording(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
+    """`torch.cuda.graph` with Python's garbage collector paused.
+
+    The collector may run at any allocation. If it finds an older graph then, freeing that graph
+    invalidates the recording.
+    """
+    gc.collect()
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, **options):
+            yield
+    finally:
+        if running:
+            gc.enable()

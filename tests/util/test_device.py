@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from veca.devices import usable_device
+from veca._util.device import usable_device
 from veca.errors import InputError
 
 
