@@ -192,7 +192,7 @@ def _check(
         raise InputError("cores is empty; give budgets such as 8 and 64, or 'any'.")
     budgets = [b if b == ANY else _budget(b, model.config.num_cores) for b in listed]
     if to == "onnx":
-        onnx_file.require("onnx", "onnxscript", "onnxruntime")
+        onnx_file.require_onnx()
         number = torch.finfo(DTYPES[dtype]).bits // 8
         onnx_file.check_fits(number * sum(p.numel() for p in model.parameters()))
     return list(dict.fromkeys(budgets))

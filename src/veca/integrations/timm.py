@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from veca._util.extras import missing
 from veca.config import PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, suggest
 from veca.model import Veca, check_budget
@@ -320,12 +321,8 @@ def require_timm() -> Any:
     try:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:
-        missing = error.name or "timm"
-        advice = "pip install timm" if missing == "timm" else f"pip install {missing}"
-        raise MissingExtraError(
-            f"veca.integrations.timm needs timm, which cannot be imported ({error}); install what "
-            f"is missing with: {advice}"
-        ) from error
+        fault = f"cannot be imported ({error})"
+        raise missing(error.name or "timm", "veca.integrations.timm", fault=fault) from error
     except Exception as error:  # a torchvision of another torch fails in more ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MissingExtraError(

@@ -29,9 +29,9 @@ if not GPU:
     import_interpreted("veca.attention.kernels")
 
 from veca.attention import core_attention as dispatched  # noqa: E402
+from veca.attention import fused as backend  # noqa: E402
 from veca.attention import kernels  # noqa: E402
 from veca.attention import launch as launching  # noqa: E402
-from veca.attention import triton as backend  # noqa: E402
 from veca.attention.knobs import MAX_SPLITS, Launch, choose_splits  # noqa: E402
 from veca.attention.launch import launch_backward, launch_forward  # noqa: E402
 from veca.errors import InputError  # noqa: E402
@@ -517,7 +517,7 @@ def test_the_module_imports_without_triton():
         "import sys; sys.modules['triton'] = None\n"
         "import importlib.util as u; found = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'triton' else found(name, *a)\n"
-        "import torch, veca.attention.triton as backend\n"
+        "import torch, veca.attention.fused as backend\n"
         "assert backend.unavailable() == 'triton is not installed'\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
