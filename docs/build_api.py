@@ -30,7 +30,7 @@ MODULES = (
     "veca.images",
     "veca.weights",
     "veca.features",
-    "veca.collections",
+    "veca.embed",
     "veca.viz",
     "veca.probe",
     "veca.probe.datasets",
