@@ -12,7 +12,7 @@ from veca import create_model, save
 from veca.app.handlers import Handlers
 from veca.app.shelf import FRESH_NAME, Shelf
 from veca.app.views import Limits
-from veca.features.files import read_features
+from veca.embed.writers.files import read_features
 from veca.quickstart import bundled_photos
 
 CHOICE = (4, 3, 1, "norm")

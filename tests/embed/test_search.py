@@ -11,8 +11,8 @@ from PIL import Image
 
 import veca
 from data.pictures import encoded, picture
-from veca.collections import Collection, contact_sheet, read_embeddings, search
 from veca.data import pack
+from veca.embed import Collection, contact_sheet, read_embeddings, search
 from veca.errors import ImageError, InputError, MissingExtraError, WeightsError
 
 
@@ -102,7 +102,7 @@ def test_a_place_without_room_for_the_index(folder, monkeypatch, caplog):
     def refuse(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("veca.collections.searching.commit", refuse)
+    monkeypatch.setattr("veca.embed.searching.commit", refuse)
     names, cls = read_embeddings(folder)
     assert search(folder, cls[5])[0].path == names[5]
     assert "not kept" in caplog.text and not list(folder.glob("index-*"))

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from veca._util.extras import require
 from veca._util.files import commit, output_errors, printable, temporary_beside
-from veca.collections.settings import LAYOUT, Settings
+from veca.embed.settings import LAYOUT, Settings
 from veca.errors import InputError
 
 SHARDS = "shards"

@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca._util.files import atomic_write, atomic_write_json, exclusive, output_errors
-from veca.collections.settings import LAYOUT, Settings
-from veca.collections.table import MANIFEST, SHARDS, read_manifest
 from veca.data.index import load_arrays
 from veca.data.names import Names
 from veca.data.sources import ImageSource
+from veca.embed.settings import LAYOUT, Settings
+from veca.embed.writers.parquet import MANIFEST, SHARDS, read_manifest
 from veca.errors import InputError, OutputError
 from veca.version import __version__
 

@@ -14,9 +14,9 @@ import torch
 
 import veca
 from data.pictures import encoded, make_folder, picture
-from veca.collections import iter_embeddings, read_embeddings
-from veca.collections.plan import locked
 from veca.data import DataError, pack
+from veca.embed import iter_embeddings, read_embeddings
+from veca.embed.plan import locked
 from veca.errors import (
     ImageError,
     InputError,
@@ -170,7 +170,7 @@ def test_progress_reaches_the_end(embed, images, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from veca.collections import embed
+from veca.embed import embed
 
 images, out, weights, at = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
 
@@ -501,7 +501,7 @@ def test_a_name_that_is_no_text(embed, tmp_path):
 
 
 def test_a_sliver_is_a_failure_and_not_a_giant(embed, images, tmp_path, monkeypatch):
-    monkeypatch.setattr("veca.collections.compute.MAX_PIXELS", 20_000)
+    monkeypatch.setattr("veca.embed.shards.MAX_PIXELS", 20_000)
     (images / "0" / "sliver.png").write_bytes(encoded(picture(0, 4, 200)))
     report = embed(images, tmp_path / "out", size=32)
     assert (report.images, report.failed) == (30, 1)

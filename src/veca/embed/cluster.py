@@ -23,11 +23,11 @@ import torch
 from veca import errors
 from veca._util.extras import require
 from veca._util.threads import lanes_for
-from veca.collections.compute import Compute, OrderedMap, Results, embed_shards
-from veca.collections.plan import Plan, Shard
-from veca.collections.settings import Settings
-from veca.collections.table import ShardRecord, shard_path
 from veca.data.sources import ImageSource
+from veca.embed.plan import Plan, Shard
+from veca.embed.settings import Settings
+from veca.embed.shards import Compute, OrderedMap, Results, embed_shards
+from veca.embed.writers.parquet import ShardRecord, shard_path
 from veca.errors import DataError, InputError, VecaError
 from veca.model import Veca, create_model
 

@@ -26,11 +26,11 @@ from PIL import Image
 from veca._util.extras import require
 from veca._util.files import commit, temporary_beside
 from veca._util.html import Page
-from veca.collections.compute import Compute, Decoder
-from veca.collections.settings import Settings
-from veca.collections.table import finished_shards, read_manifest, read_paths, read_shard
 from veca.data.decode import EncodedImage
 from veca.data.shards import ShardSource
+from veca.embed.settings import Settings
+from veca.embed.shards import Compute, Decoder
+from veca.embed.writers.parquet import finished_shards, read_manifest, read_paths, read_shard
 from veca.errors import (
     BadImageError,
     ImageError,
@@ -49,7 +49,7 @@ Vector: TypeAlias = "NDArray[Any] | torch.Tensor"
 _THREADS = 0  # usearch: all there are
 _LOOK_AT = 64  # candidates of the index whose cosine is computed again, exactly
 
-log = logging.getLogger("veca.collections")
+log = logging.getLogger("veca.embed")
 
 
 class Match(NamedTuple):

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from veca.config import VecaConfig
+from veca.embed.features import DTYPES
 from veca.errors import InputError, at_least, suggest
-from veca.features.extract import DTYPES
 from veca.images import Size, check_size
 from veca.model import Veca, check_budget
 from veca.weights import weights_hash

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from veca._util.threads import lanes_for
-from veca.collections.compute import Compute, Results, embed_shards
-from veca.collections.plan import Plan, Shard
-from veca.collections.settings import Settings
-from veca.collections.table import ShardRecord
 from veca.data import pool
 from veca.data.sources import ImageSource
+from veca.embed.plan import Plan, Shard
+from veca.embed.settings import Settings
+from veca.embed.shards import Compute, Results, embed_shards
+from veca.embed.writers.parquet import ShardRecord
 from veca.model import Veca
 
 

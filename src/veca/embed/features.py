@@ -5,7 +5,7 @@ stopped goes on where it stopped: files that are there, were made with the same 
 the image as it is now (its size and its modification time say so) are kept. `features.json` in the
 folder records the settings, and a run with other settings is refused. A single file is collected
 in memory and written at the very end: it cannot be resumed, and suits collections that fit in
-memory. `veca.features.files` says what the files hold.
+memory. `veca.embed.writers.files` says what the files hold.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from veca._util.files import place_for
 from veca._util.memory import is_out_of_memory
 from veca.config import VecaConfig
+from veca.embed.pipeline import Item, Reading, Ready, compute_all, gather, read_ahead
+from veca.embed.writers.files import FORMATS
+from veca.embed.writers.folder import Done, Folder, Output, SingleFile, write_failures
 from veca.errors import ImageError, InputError, at_least, suggest
-from veca.features.files import FORMATS
-from veca.features.outputs import Done, Folder, Output, SingleFile, write_failures
-from veca.features.pipeline import Item, Reading, Ready, compute_all, gather, read_ahead
 from veca.images import FITS, Preprocessed, Size, check_size, find_images, preprocess
 from veca.model import Veca, check_budget, check_model, evaluating
 from veca.weights import weights_hash

@@ -15,11 +15,11 @@ import torch
 
 from veca._util.extras import require
 from veca._util.files import atomic_write_text, place_for, printable
-from veca.collections import engine_local
-from veca.collections.plan import GONE, Plan, Shard, locked, open_plan
-from veca.collections.settings import Settings
-from veca.collections.table import ShardRecord, finished_shards
 from veca.data.sources import ImageSource, Spec, open_source
+from veca.embed import local
+from veca.embed.plan import GONE, Plan, Shard, locked, open_plan
+from veca.embed.settings import Settings
+from veca.embed.writers.parquet import ShardRecord, finished_shards
 from veca.errors import ImageError, InputError, at_least, suggest
 from veca.images import Size
 from veca.model import Veca, check_model, evaluating
@@ -207,10 +207,10 @@ def _engine(
     work = (state.left, state.plan, source, model, state.settings, state.folder)
     how: dict[str, Any] = {"workers": workers, "threads": threads, "on_images": state.count}
     if engine == "ray":
-        from veca.collections import engine_ray
+        from veca.embed import cluster
 
-        return engine_ray.run(*work, **how, device=device, address=address)
-    return engine_local.run(*work, **how)
+        return cluster.run(*work, **how, device=device, address=address)
+    return local.run(*work, **how)
 
 
 class _State:

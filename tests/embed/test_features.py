@@ -15,10 +15,10 @@ from PIL import Image
 
 import veca
 from veca import VecaConfig
+from veca.embed.pipeline import Item, Ready, gather, read_ahead
+from veca.embed.writers.files import write_features
 from veca.errors import ImageError, InputError, OutputError
 from veca.features import extract, read_features
-from veca.features.files import write_features
-from veca.features.pipeline import Item, Ready, gather, read_ahead
 from veca.images import find_images
 
 SMALL = VecaConfig(depth=2, width=64, heads=2, num_cores=8)

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from veca._util.memory import is_out_of_memory
 from veca._util.threads import open_lanes
-from veca.collections.plan import GONE, Plan, Shard
-from veca.collections.settings import Settings
-from veca.collections.table import Rows, ShardRecord, ShardWriter
 from veca.data.decode import GAP, EncodedImage
 from veca.data.sources import ImageSource
+from veca.embed.features import DTYPES
+from veca.embed.plan import GONE, Plan, Shard
+from veca.embed.settings import Settings
+from veca.embed.writers.parquet import Rows, ShardRecord, ShardWriter
 from veca.errors import BadImageError, DataError, InputError
-from veca.features.extract import DTYPES
 from veca.images import MAX_PIXELS, normalize, target_size
 from veca.model import Veca
 

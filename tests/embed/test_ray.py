@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from veca.collections import read_embeddings
 from veca.data import DataError
+from veca.embed import read_embeddings
 from veca.errors import InputError
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -96,12 +96,12 @@ class FailsOnce:
 def test_a_worker_that_fails_to_start_is_replaced(
     cluster, embed, images, tree, tmp_path, monkeypatch
 ):
-    from veca.collections import engine_ray
+    from veca.embed import cluster as engine
 
     if not hasattr(ray.data.DataContext.get_current(), "max_consecutive_actor_init_deaths"):
         pytest.skip("this version of Ray cannot replace it")
-    mark, room = tmp_path / "failed", engine_ray._room
-    monkeypatch.setattr(engine_ray, "_room", lambda *args: (FailsOnce(mark), *room(*args)[1:]))
+    mark, room = tmp_path / "failed", engine._room
+    monkeypatch.setattr(engine, "_room", lambda *args: (FailsOnce(mark), *room(*args)[1:]))
     embed(images, tmp_path / "local")
     embed(images, tmp_path / "ray", engine="ray", workers=1)
     assert mark.exists()
@@ -145,7 +145,7 @@ class Unconnected:
 
 def test_which_cluster_it_connects_to(monkeypatch):
     """Without an address a new one: Ray would wait for the last one here, though it is gone."""
-    from veca.collections.engine_ray import _connect
+    from veca.embed.cluster import _connect
 
     unconnected = Unconnected()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -160,7 +160,7 @@ def test_which_cluster_it_connects_to(monkeypatch):
 
 def test_a_cluster_that_is_gone(monkeypatch):
     """Ray itself waits for it, five minutes and more."""
-    from veca.collections.engine_ray import _connect
+    from veca.embed.cluster import _connect
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         gone = f"127.0.0.1:{server.getsockname()[1]}"

@@ -33,9 +33,9 @@ def images(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def embed(weights: Path):
-    """`veca.collections.embed`, small and in this process."""
+    """`veca.embed.embed`, small and in this process."""
     pytest.importorskip("pyarrow")
-    from veca.collections import embed
+    from veca.embed import embed
 
     options = {"size": (32, 48), "cores": 4, "batch": 4, "shard_rows": 8, "workers": 0}
     return partial(embed, **{"weights": weights, "dtype": "float32", "threads": 1, **options})

@@ -21,9 +21,9 @@ from veca._util.files import (
     printable,
     temporary_beside,
 )
+from veca.embed.pipeline import Item
+from veca.embed.writers.files import FORMATS, origin_of, write_features
 from veca.errors import ImageError, InputError, OutputError
-from veca.features.files import FORMATS, origin_of, write_features
-from veca.features.pipeline import Item
 from veca.version import __version__
 
 MANIFEST = "features.json"

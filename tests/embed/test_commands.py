@@ -7,7 +7,7 @@ import json
 import pytest
 
 from veca.cli.main import main
-from veca.collections import read_embeddings
+from veca.embed import read_embeddings
 
 pytest.importorskip("pyarrow")
 
