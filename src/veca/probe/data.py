@@ -30,7 +30,7 @@ _HELD_LABEL_BYTES = 256 * 2**20
 
 
 @dataclass
-class Data:
+class ProbeData:
     """Two splits, and which of their images are used."""
 
     train: Dataset
@@ -69,7 +69,7 @@ def open_data(
     options: Mapping[str, Any] | None = None,
     subset: Subset,
     seed: int,
-) -> Data:
+) -> ProbeData:
     """Open what a task needs.
 
     Args:
@@ -116,7 +116,7 @@ def open_data(
             "a probe trained on one cannot be scored on the other."
         )
     by_class = kind == "classification"
-    found = Data(
+    found = ProbeData(
         train,
         test,
         _pick(train, subset.train, by_class, seed),
@@ -150,7 +150,7 @@ def _pick(dataset: Dataset, limit: int, by_class: bool, seed: int) -> list[int]:
     return sorted(chosen)
 
 
-def _check_classes(data: Data) -> None:
+def _check_classes(data: ProbeData) -> None:
     """A class without a training image can never be predicted: said, since it costs accuracy."""
     seen = {data.train.label(i) for i in data.train_indices}
     empty = [name for label, name in enumerate(data.train.classes) if label not in seen]
@@ -161,14 +161,14 @@ def _check_classes(data: Data) -> None:
         )
 
 
-def train_labels(data: Data) -> Tensor:
+def train_labels(data: ProbeData) -> Tensor:
     """int64 [training images used]."""
     values = [data.train.label(i) for i in data.train_indices]
     names = [data.train.ids[i] for i in data.train_indices]
     return as_labels(values, data.train.num_classes, names)
 
 
-def test_labels(data: Data) -> list[list[int]]:
+def test_labels(data: ProbeData) -> list[list[int]]:
     """Every label that counts as right, by image."""
     right = [list(data.test.labels(i)) for i in data.test_indices]
     for labels, i in zip(right, data.test_indices, strict=True):
@@ -176,7 +176,7 @@ def test_labels(data: Data) -> list[list[int]]:
     return right
 
 
-def hold_out(data: Data, labels: Tensor, share: float, seed: int) -> Tensor:
+def hold_out(data: ProbeData, labels: Tensor, share: float, seed: int) -> Tensor:
     """bool [training images used]: those that settings are chosen on, never trained on before.
 
     Drawn class by class; whole groups where the dataset says that images belong together.

@@ -10,9 +10,9 @@ import torch
 from torch.nn import functional as F
 
 from probe import sets
-from veca.probe.depth import DepthProbe
 from veca.probe.extract import DenseSample
-from veca.probe.segmentation import together
+from veca.probe.tasks.depth import DepthProbe
+from veca.probe.tasks.shared import together
 from veca.probe.views import Tile
 
 SETTINGS = sets.protocol().depth
@@ -92,7 +92,7 @@ def test_images_of_one_size_at_once_train_the_same(monkeypatch):
     apart, grouped = probe(variance_from=1), probe(variance_from=1)
     losses = [apart.step(samples, truths) for _ in range(3)]
     monkeypatch.setattr(
-        "veca.probe.depth.together",
+        "veca.probe.tasks.depth.together",
         lambda s, t, k, device: together(s, t, k, torch.device("cuda")),
     )
     assert [grouped.step(samples, truths) for _ in range(3)] == pytest.approx(losses)

@@ -7,15 +7,71 @@ the start for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from veca.probe.linear import Chosen, Scaling, choose, scaling
+from veca.probe.data import hold_out, test_labels, train_labels
+from veca.probe.extract import Stored
 from veca.probe.protocol import Logreg
+from veca.probe.tasks.shared import (
+    Outcome,
+    ProbeSetup,
+    Scaling,
+    Selection,
+    agreement,
+    choose,
+    classified,
+    require_sklearn,
+    scaling,
+    square_wants,
+)
+
+
+class LogregTask:
+    def __init__(self, setup: ProbeSetup, settings: Logreg) -> None:
+        self.setup, self.settings = setup, settings
+        self.labels, self.right = train_labels(setup.data), test_labels(setup.data)
+        self.held = hold_out(setup.data, self.labels, settings.validation, setup.seed)
+        wants = square_wants(setup, settings.view)
+        self.requests = [setup.of_training(wants), setup.of_test(wants)]
+
+    def outcomes(self, features: Sequence[Sequence[Stored]]) -> list[Outcome]:
+        setup, settings = self.setup, self.settings
+        tries = len(settings.c_values)
+        # It is solved in float64, which Apple's GPUs do not have.
+        device = torch.device("cpu") if setup.device.type == "mps" else setup.device
+        labels, held = self.labels.to(device), self.held.to(device)
+        outcomes = []
+        for i, stored in enumerate(zip(*features, strict=True)):
+            train, test = (part.matrix(settings.features).to(device) for part in stored)
+
+            def tell(done: int, before: int = i * tries) -> None:
+                setup.progress("logistic regression", before + done, len(setup.rows) * tries)
+
+            fitted = fit(train, labels, held, setup.data.train.num_classes, settings, progress=tell)
+            predicted = fitted.predict(test)
+            details: dict[str, Any] = {
+                "features": settings.features,
+                **fitted.chosen.describe("C"),
+                "iterations": fitted.solution.iterations,
+                "unconverged_C": fitted.unconverged,
+            }
+            if not fitted.solution.converged:
+                setup.note(
+                    f"{setup.rows[i][0].label}: logistic regression with C = "
+                    f"{fitted.chosen.value:.3g} stopped after {fitted.solution.iterations} "
+                    "iterations, before the tolerance"
+                )
+            if setup.verify:
+                details["verified"] = verify(
+                    train, self.labels, self.held, test, predicted, self.right, fitted, settings
+                )
+            outcomes.append(classified(setup, i, predicted, self.right, details))
+        return outcomes
 
 
 class Solution(NamedTuple):
@@ -76,10 +132,10 @@ def solve(
     )
 
 
-class Fitted(NamedTuple):
+class FittedLogreg(NamedTuple):
     solution: Solution
     scaling: Scaling
-    chosen: Chosen
+    chosen: Selection
     unconverged: list[float]
     """Values of C whose solution was not found within the iterations allowed."""
 
@@ -96,7 +152,7 @@ def fit(
     settings: Logreg,
     *,
     progress: Callable[[int], None] | None = None,
-) -> Fitted:
+) -> FittedLogreg:
     """Try every C on the rows not held out, take the best on those that are; train again if asked.
 
     Args:
@@ -119,10 +175,10 @@ def fit(
             progress(i + 1)
     unconverged = [c for c, one in zip(values, solutions, strict=True) if not one.converged]
     if len(values) == 1:
-        return Fitted(solutions[0], scale, Chosen(values[0], None, {}), unconverged)
+        return FittedLogreg(solutions[0], scale, Selection(values[0], None, {}), unconverged)
     which = choose(values, accuracies, losses)
     tried = {f"{c:.3g}": accuracy for c, accuracy in zip(values, accuracies, strict=True)}
-    chosen = Chosen(values[which], accuracies[which], tried)
+    chosen = Selection(values[which], accuracies[which], tried)
     solution = solutions[which]
     if settings.refit:
         scale = scaling(settings.normalize, features)
@@ -131,4 +187,29 @@ def fit(
         )
         if not solution.converged and values[which] not in unconverged:
             unconverged.append(values[which])
-    return Fitted(solution, scale, chosen, unconverged)
+    return FittedLogreg(solution, scale, chosen, unconverged)
+
+
+def verify(
+    features: Tensor,
+    labels: Tensor,
+    held_out: Tensor,
+    test: Tensor,
+    ours: Tensor,
+    right: Sequence[Sequence[int]],
+    fitted: FittedLogreg,
+    settings: Logreg,
+) -> dict[str, Any]:
+    """scikit-learn's `LogisticRegression` with the chosen C, on the rows that were trained on."""
+    sklearn = require_sklearn()
+    from sklearn.linear_model import LogisticRegression  # type: ignore[import-untyped,import-not-found]
+
+    everything = settings.refit or len(settings.c_values) == 1
+    rows = torch.ones_like(held_out) if everything else ~held_out
+    inside, queries = (
+        fitted.scaling.apply(x.double().cpu()).numpy()
+        for x in (features[rows.to(features.device)], test)
+    )
+    classifier = LogisticRegression(C=fitted.chosen.value, tol=1e-8, max_iter=20_000)
+    theirs = classifier.fit(inside, labels[rows].numpy()).predict(queries)
+    return {"with": f"scikit-learn {sklearn.__version__}", **agreement(ours, theirs, right)}

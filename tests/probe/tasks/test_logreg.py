@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from probe import sets
-from probe.test_knn import blobs
-from veca.probe.logreg import fit, solve
+from probe.tasks.test_knn import blobs
+from veca.probe.tasks.logreg import fit, solve
 
 SETTINGS = dataclasses.replace(
     sets.protocol().logreg, max_iterations=500, tolerance=1e-7, normalize="none"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from veca.probe import ProbeError, knn
-from veca.probe.knn import predict
+from veca.probe import ProbeError
+from veca.probe.tasks import knn
+from veca.probe.tasks.knn import predict
 
 
 def blobs(count: int, classes: int = 5, width: int = 16, seed: int = 0, spread: float = 1.5):

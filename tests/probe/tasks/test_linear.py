@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from probe import sets
-from probe.test_knn import blobs
-from veca.probe import linear
-from veca.probe.linear import Chosen, LinearGrid, choose, fit, scaling, select
+from probe.tasks.test_knn import blobs
 from veca.probe.schedule import batches
-from veca.probe.verify import linear as verify_linear
+from veca.probe.tasks import linear
+from veca.probe.tasks.linear import LinearGrid, fit, select, verify
+from veca.probe.tasks.shared import Selection, choose, scaling
 
 SETTINGS = dataclasses.replace(
     sets.protocol().linear,
@@ -109,7 +109,7 @@ def test_one_rate_needs_no_choice():
     settings = dataclasses.replace(SETTINGS, learning_rates=(0.1,), validation=0.0)
     held = torch.zeros(60, dtype=torch.bool)
     _, which, chosen = fit(features, labels, held, 5, settings, seed=0)
-    assert (which, chosen) == (0, Chosen(0.1, None, {}))
+    assert (which, chosen) == (0, Selection(0.1, None, {}))
 
 
 def test_the_verification_agrees():
@@ -117,7 +117,7 @@ def test_the_verification_agrees():
     held = torch.arange(120) % 5 == 0
     settings = dataclasses.replace(SETTINGS, normalize="standardize")
     fitted = fit(features, labels, held, 5, settings, seed=0)
-    found = verify_linear(features, labels, held, fitted, settings, 0)
+    found = verify(features, labels, held, fitted, settings, 0)
     assert found["equal_predictions"] == 1.0 and found["largest_weight_difference"] < 1e-3
 
 

@@ -11,15 +11,8 @@ from torch.nn import functional as F
 
 from probe import sets
 from veca.probe.extract import DenseSample
-from veca.probe.segmentation import (
-    Optimizer,
-    PixelLoss,
-    SegmentationProbe,
-    TokenHead,
-    at_label_size,
-    merge,
-    together,
-)
+from veca.probe.tasks.segmentation import PixelLoss, SegmentationProbe, at_label_size
+from veca.probe.tasks.shared import Optimizer, TokenHead, merge, together
 from veca.probe.views import Tile, windows
 
 SETTINGS = sets.protocol("segmentation.dropout=0.0").segmentation
@@ -53,7 +46,7 @@ def test_the_loss_is_the_mean_over_pixels_that_are_not_ignored():
     images = torch.stack([s.maps[0].permute(2, 0, 1) for s in samples])
     large = F.interpolate(plain(images), (40, 52), mode="bilinear", align_corners=False)
     expected = F.cross_entropy(large, torch.stack(masks), ignore_index=255)
-    assert made.step(samples, masks, 255) == pytest.approx(expected.item(), rel=1e-5)
+    assert made.step(samples, masks) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_a_step_is_adamws():
@@ -67,7 +60,7 @@ def test_a_step_is_adamws():
     large = F.interpolate(out, (48, 64), mode="bilinear", align_corners=False)
     F.cross_entropy(large, mask[None]).backward()
     optimizer.step()  # at the first step of the warm-up the rate is 1e-6 of the full one
-    made.step([sample], [mask], 255)
+    made.step([sample], [mask])
     torch.testing.assert_close(made.head.project.weight, plain[1].weight[:, :, 0, 0])
     torch.testing.assert_close(made.head.norm.running_mean, plain[0].running_mean)
 
@@ -77,18 +70,18 @@ def test_ignored_pixels_do_not_train():
     mask = torch.randint(0, 3, (48, 64))
     mask[10:20] = 255
     first, second = probe(), probe()
-    first.step([sample], [mask], 255)
+    first.step([sample], [mask])
     other = whole((2, 2), (32, 32), seed=5)
     nothing = torch.full((32, 32), 255)
     before = [p.clone() for p in second.head.parameters()]
-    assert second.step([other], [nothing], 255) != second.step([other], [nothing], 255)  # nan
+    assert second.step([other], [nothing]) != second.step([other], [nothing])  # nan
     assert all(torch.equal(a, b) for a, b in zip(before, second.head.parameters(), strict=True))
 
 
 def test_images_of_different_sizes_train_together():
     made = probe()
     samples = [whole((3, 4), (48, 64)), whole((5, 2), (80, 32), seed=1)]
-    loss = made.step(samples, [torch.zeros(40, 50).long(), torch.ones(77, 30).long()], 255)
+    loss = made.step(samples, [torch.zeros(40, 50).long(), torch.ones(77, 30).long()])
     assert loss == pytest.approx(1.1, abs=0.3)  # ln 3: nothing learned yet
     for sample, size in zip(samples, [(40, 50), (77, 30)], strict=True):
         assert made.predict(sample, size).shape == size
@@ -135,7 +128,7 @@ class TestTogether:
 
     def test_no_group_is_too_large(self, monkeypatch):
         samples, masks = self.batch()
-        monkeypatch.setattr("veca.probe.segmentation._GROUP_NUMBERS", 2 * 3 * 77 * 30 - 1)
+        monkeypatch.setattr("veca.probe.tasks.shared._GROUP_NUMBERS", 2 * 3 * 77 * 30 - 1)
         assert together(samples, masks, 3, torch.device("cuda")) == [[0, 2], [1], [3]]
 
     @pytest.mark.parametrize("windows", [False, True])
@@ -147,12 +140,12 @@ class TestTogether:
                 for s in samples
             ]
         apart, grouped = probe(), probe()
-        losses = [apart.step(samples, masks, 255) for _ in range(3)]
+        losses = [apart.step(samples, masks) for _ in range(3)]
         monkeypatch.setattr(
-            "veca.probe.segmentation.together",
+            "veca.probe.tasks.segmentation.together",
             lambda s, m, k, device: together(s, m, k, torch.device("cuda")),
         )
-        assert [grouped.step(samples, masks, 255) for _ in range(3)] == pytest.approx(losses)
+        assert [grouped.step(samples, masks) for _ in range(3)] == pytest.approx(losses)
         torch.testing.assert_close(grouped.head.project.weight, apart.head.project.weight)
 
 
@@ -251,7 +244,7 @@ def test_deterministic():
     for seed in (0, 0, 1):
         made = probe(settings, seed=seed)
         for _ in range(5):
-            made.step(samples, masks, 255)
+            made.step(samples, masks)
         weights.append(made.head.project.weight.clone())
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
@@ -268,7 +261,7 @@ def test_it_learns_what_is_linear():
         samples.append(sample)
         masks.append(bright.repeat_interleave(16, 0).repeat_interleave(16, 1))
     for _ in range(60):
-        made.step(samples, masks, 255)
+        made.step(samples, masks)
     hits = [
         (made.predict(s, (64, 64)) == m).float().mean() for s, m in zip(samples, masks, strict=True)
     ]
