@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from veca.checks import check_budget
 from veca.config import VecaConfig, preset
 from veca.dense import EXTRA_TOKENS
 from veca.errors import InputError, whole
-from veca.model import check_budget
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from veca import rope
+from veca.checks import check_finite, check_images
 from veca.config import VecaConfig
-from veca.model import Block, check_finite, check_images, initialize
+from veca.model import Block, initialize
 from veca.rope import Rotation
 
 EXTRA_TOKENS = 5

@@ -22,17 +22,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca import rope
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
+from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, at_least
-from veca.model import (
-    Block,
-    CoreMove,
-    Veca,
-    VecaOutput,
-    check_budget,
-    check_finite,
-    check_images,
-    check_model,
-)
+from veca.model import Block, CoreMove, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 

@@ -16,11 +16,11 @@ from PIL import Image
 
 from veca import bench
 from veca.app.shelf import Entry
+from veca.checks import check_budget
 from veca.cost import Cost, cost
 from veca.embed.writers.files import write_features
 from veca.errors import ImageError
 from veca.images import read_image, target_size
-from veca.model import check_budget
 from veca.viz.attention import core_panel
 from veca.viz.colour import heat
 from veca.viz.cores import path_lengths, path_panel

@@ -15,6 +15,7 @@ import torch
 
 from veca._util.extras import require
 from veca._util.files import atomic_write_text, place_for, printable
+from veca.checks import check_model
 from veca.data.sources import ImageSource, Spec, open_source
 from veca.embed import local
 from veca.embed.plan import GONE, Plan, Shard, locked, open_plan
@@ -22,7 +23,7 @@ from veca.embed.settings import Settings
 from veca.embed.writers.parquet import ShardRecord, finished_shards
 from veca.errors import ImageError, InputError, at_least, suggest
 from veca.images import Size
-from veca.model import Veca, check_model, evaluating
+from veca.model import Veca, evaluating
 from veca.weights import load
 
 FAILURES = "failures.jsonl"

@@ -27,13 +27,14 @@ from torch import Tensor
 
 from veca._util.files import place_for
 from veca._util.memory import is_out_of_memory
+from veca.checks import check_budget, check_model
 from veca.config import VecaConfig
 from veca.embed.pipeline import Item, Reading, Ready, compute_all, gather, read_ahead
 from veca.embed.writers.files import FORMATS
 from veca.embed.writers.folder import Done, Folder, Output, SingleFile, write_failures
 from veca.errors import ImageError, InputError, at_least, suggest
 from veca.images import FITS, Preprocessed, Size, check_size, find_images, preprocess
-from veca.model import Veca, check_budget, check_model, evaluating
+from veca.model import Veca, evaluating
 from veca.weights import weights_hash
 
 WHAT = ("cls", "patches")

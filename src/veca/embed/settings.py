@@ -7,11 +7,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from veca.checks import check_budget
 from veca.config import VecaConfig
 from veca.embed.features import DTYPES
 from veca.errors import InputError, at_least, suggest
 from veca.images import Size, check_size
-from veca.model import Veca, check_budget
+from veca.model import Veca
 from veca.weights import weights_hash
 
 LAYOUT = "veca-embeddings-1"

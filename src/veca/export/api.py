@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from veca._util import files
+from veca.checks import check_budget, check_model
 from veca.errors import ExportError, InputError, OutputError, suggest
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
-from veca.model import Veca, check_budget, check_model
+from veca.model import Veca
 from veca.version import __version__
 from veca.weights import weights_hash
 from veca.weights.store import file_hash

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from veca._util.extras import missing
+from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, suggest
-from veca.model import Veca, check_budget
+from veca.model import Veca
 from veca.weights import load, names, read_config
 
 __all__ = ["TimmVeca", "register"]
@@ -247,14 +248,12 @@ class TimmVeca(nn.Module):
     def _walk(
         self, x: Tensor, cores: int | None, keep: Sequence[int] = (), last: int | None = None
     ) -> _Walk:
-        budget, grid = self.veca._check(x, self._budget(cores))
+        budget = self._budget(cores)
         kept: list[Tensor] = []
-        tokens = x
-        for layer in self.veca._layers(x, budget, last=last):
-            tokens = layer.tokens
+        for layer in self.veca.walk(x, budget, last=last):
             if layer.number - 1 in keep:
-                kept.append(tokens)
-        return _Walk(tokens, kept, budget, grid)
+                kept.append(layer.tokens)
+        return _Walk(layer.tokens, kept, budget, layer.grid)
 
 
 def take_indices(count: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
