@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from veca._util.settings import flat
 from veca.distill.checkpoint import Checkpoint
 from veca.distill.cohort import Cohort
 from veca.distill.config import DistillConfig
@@ -88,20 +89,9 @@ def changed_settings(before: dict[str, Any], config: DistillConfig) -> list[str]
     """The settings that differ from those of a checkpoint, in words: the curve will too."""
     with contextlib.suppress(DistillError):  # settings added since had their defaults then
         before = DistillConfig.from_dict(before).to_dict()
-    old, new = (_flat(table) for table in (before, config.to_dict()))
+    old, new = (flat(table) for table in (before, config.to_dict()))
     return [
         f"{name} {old.get(name)} -> {new.get(name)}"
         for name in sorted({*old, *new})
         if old.get(name) != new.get(name) and name.split(".")[0] not in _FREE
     ]
-
-
-def _flat(table: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names."""
-    if isinstance(table, dict):
-        items = table.items()
-    elif isinstance(table, list) and any(isinstance(item, dict) for item in table):
-        items = enumerate(table)  # type: ignore[assignment]
-    else:
-        return {prefix.rstrip("."): table}
-    return {k: v for name, inner in items for k, v in _flat(inner, f"{prefix}{name}.").items()}
