@@ -1,6 +1,6 @@
 """Passes of distillation recorded as CUDA graphs beside the same passes launched by the host.
 
-    PYTHONPATH=src python benchmarks/recorded.py
+    python -m benchmarks recorded
 
 Whole steps at one size with C = 32: EfficientNet-Lite2 in the loop, blocks compiled, NorMuon, the
 images in the GPU's memory (random pixels: only speed is measured here). Launched and recorded take
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from common import print_table, random_images, write_csv
-from rows import RESULTS
+from benchmarks.common import print_table, random_images, write_csv
+from benchmarks.rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig
 from veca.distill.loop import Run
@@ -104,13 +104,14 @@ def compare(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--students", nargs="+", default=["small+tiny", "small", "tiny"])
     parser.add_argument("--size", type=int, default=192)
     parser.add_argument("--batch", type=int, default=512)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     images = random_images(224, device)
@@ -121,7 +122,3 @@ def main() -> None:
             rows.append(compare(students, options.size, options.batch, images, teacher))
             write_csv("recorded", rows, options.out)
     print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

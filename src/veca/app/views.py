@@ -182,7 +182,7 @@ def measure(seen: Look, entry: Entry, cores: int) -> Times:
     new = size not in entry.dense_ms
     if new or entry.dense_ms[size] < _PATIENCE_MS:
         calls["dense"] = lambda: entry.dense(pixels)
-    plan = bench.Plan(
+    plan = bench.BenchPlan(
         sizes=(entry.model.config.patch_size,),  # not used: the calls bring their own image
         device=str(pixels.device),
         repeats=3,

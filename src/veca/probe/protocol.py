@@ -71,7 +71,7 @@ class Extract:
 
 @dataclass(frozen=True)
 class Timing:
-    """How the milliseconds of the table are measured; see `veca.bench.Plan`."""
+    """How the milliseconds of the table are measured; see `veca.bench.BenchPlan`."""
 
     batch: int
     repeats: int
