@@ -1,7 +1,6 @@
 """Weights: saved and loaded as safetensors, found by name, and exchanged with the authors' files.
 
-`store` is the format, `names` and `hub` find weights, `official` knows the authors' layout, and
-`safe_pickle` reads their files without running anything in them.
+`store` is the format, `names` and `hub` find weights, `official` is for the authors' files.
 """
 
 from veca.weights.api import load, read_config, read_provenance, weights_hash
