@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image
 
+from veca._util.extras import require
 from veca.app.handlers import Changes, Handlers
-from veca.errors import MissingExtraError
 from veca.quickstart import bundled_photos
 
 SIZES = (128, 1024, 64)  # of the slider: from, to, step
@@ -45,21 +45,9 @@ _CLICK_FILE = """() => {
 }"""
 
 
-def import_gradio() -> Any:
-    """gradio, or an error that names the extra."""
-    try:
-        import gradio  # type: ignore[import-not-found,import-untyped]
-    except ImportError as error:
-        raise MissingExtraError(
-            "the demo needs gradio, which is not installed; install it with: pip install "
-            "'veca[demo]'."
-        ) from error
-    return gradio
-
-
 def build(handlers: Handlers) -> Any:
     """The page as gradio Blocks; `serve` launches it."""
-    gr = import_gradio()
+    gr = require("gradio", "the demo")
     # Files older than an hour are removed every ten minutes.
     with gr.Blocks(
         title="VECA", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True

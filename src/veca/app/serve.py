@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from veca._util.extras import require
 from veca.app.handlers import Handlers
-from veca.app.page import CSS, build, import_gradio
+from veca.app.page import CSS, build
 from veca.app.shelf import Shelf
 from veca.app.views import Limits
 from veca.errors import InputError
@@ -46,7 +47,7 @@ def running(
         tempfile.TemporaryDirectory(prefix="veca-demo-", ignore_cleanup_errors=True) as folder,
         _environment(folder),
     ):
-        gr = import_gradio()
+        gr = require("gradio", "the demo")
         page = build(Handlers(Shelf(weights, device), limits, folder))
         try:
             _, address, _ = page.queue(max_size=64, api_open=False).launch(

@@ -21,7 +21,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from veca.errors import MissingExtraError, suggest
+from veca._util.extras import require
+from veca.errors import suggest
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError
 from veca.teachers.folder import (
@@ -507,12 +508,7 @@ def find_class(architecture: str) -> Any:
 def require_transformers() -> Any:
     """The package, or an error that names the extra."""
     _hide_broken_torchvision()
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(
-            "this teacher needs transformers; install it with: pip install 'veca[hf]'"
-        ) from error
+    return require("transformers", "this teacher")
 
 
 def _hide_broken_torchvision() -> None:

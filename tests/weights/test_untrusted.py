@@ -1,9 +1,8 @@
-"""Nothing in a file is ever executed; what is honest in it still comes through."""
+"""Nothing in a file is ever executed, whatever it asks for: it is refused in one line."""
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import functools
 import os
 import pickle
@@ -15,18 +14,20 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from veca.errors import WeightsError
-from veca.weights import import_official, safe_pickle
-from veca.weights.safe_pickle import Inert, StoredTensor
+from veca.weights import import_official, official
 from weights import authors
 
 
 def archive(path: Path, program: bytes, **members: bytes) -> Path:
     """A torch-like zip around a hand-written pickle."""
     with zipfile.ZipFile(path, "w") as file:
+        file.writestr("archive/version", "3\n")
+        file.writestr("archive/byteorder", sys.byteorder)
         file.writestr("archive/data.pkl", program)
         for name, data in members.items():
             file.writestr(f"archive/data/{name}", data)
@@ -56,16 +57,13 @@ class CallsTwice:
 class Benign:
     """A class of somebody's training code."""
 
-    def __init__(self) -> None:
-        self.step = 3
 
-
-class BenignList(list):  # type: ignore[type-arg]
-    pass
-
-
-class BenignDict(dict):  # type: ignore[type-arg]
-    pass
+def refused(path: Path, words: str | None = None) -> None:
+    """The file is refused with one line that names it."""
+    with pytest.raises(WeightsError, match=words) as caught:
+        import_official(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def text(value: str) -> bytes:
@@ -109,11 +107,7 @@ ATTACKS = list(attacks(""))
 def test_attacks(tmp_path: Path, name: str) -> None:
     marker = tmp_path / "executed"
     program = attacks(f"touch {marker}")[name]
-    path = archive(tmp_path / "x.pt", program)
-    with contextlib.suppress(WeightsError):
-        safe_pickle.read(path)
-    with pytest.raises(WeightsError):
-        import_official(path)
+    refused(archive(tmp_path / "x.pt", program))
     assert not marker.exists()
 
 
@@ -137,7 +131,7 @@ def test_no_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "with_side_effect.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     for program in (b"cwith_side_effect\nthing\n.", b"(iwith_side_effect\nthing\n."):
-        assert safe_pickle.read(archive(tmp_path / "x.pt", program)) is not None
+        refused(archive(tmp_path / "x.pt", program))
     assert "with_side_effect" not in sys.modules
     assert not (tmp_path / "mark").exists()
 
@@ -145,23 +139,19 @@ def test_no_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     "target",
     [
-        "ctorch._utils\n_rebuild_tensor_v2\n",
-        "ctorch._utils\n_rebuild_parameter\n",
-        "ctorch\nFloatStorage\n",
-        "ccollections\nOrderedDict\n",
-        "cos\nsystem\n",
+        b"ctorch._utils\n_rebuild_tensor_v2\n",
+        b"ctorch._utils\n_rebuild_parameter\n",
+        b"ctorch\nFloatStorage\n",
+        b"ccollections\nOrderedDict\n",
     ],
 )
-def test_allowed_names_cannot_be_altered(tmp_path: Path, target: str) -> None:
+def test_allowed_names_cannot_be_altered(tmp_path: Path, target: bytes) -> None:
     """BUILD sets attributes on whatever lies on the stack, functions and classes included."""
-    before = dict(vars(safe_pickle._tensor)), dict(vars(Inert)), dict(vars(safe_pickle._Dict))
+    before = torch._utils._rebuild_tensor_v2.__defaults__, torch._utils._rebuild_parameter.__code__
     for state in (b"}" + text("__defaults__") + b"(Nts", b"N}" + text("__code__") + b"Ns\x86"):
-        program = target.encode() + state + b"b0}."
-        with contextlib.suppress(WeightsError):
-            assert safe_pickle.read(archive(tmp_path / "x.pt", program)) == {}
-    after = dict(vars(safe_pickle._tensor)), dict(vars(Inert)), dict(vars(safe_pickle._Dict))
+        refused(archive(tmp_path / "x.pt", target + state + b"b0}."))
+    after = torch._utils._rebuild_tensor_v2.__defaults__, torch._utils._rebuild_parameter.__code__
     assert before == after
-    assert safe_pickle._tensor.__defaults__ is None
 
 
 def test_extension_codes_are_refused(tmp_path: Path) -> None:
@@ -169,90 +159,45 @@ def test_extension_codes_are_refused(tmp_path: Path) -> None:
 
     copyreg.add_extension("os", "getcwd", 240)
     try:
-        pickle.loads(b"\x80\x02\x82\xf0.")  # now in the cache, which find_class does not see
-        with pytest.raises(WeightsError, match="extension codes"):
-            safe_pickle.read(archive(tmp_path / "x.pt", b"\x80\x02\x82\xf0)R."))
+        pickle.loads(b"\x80\x02\x82\xf0.")  # now in the cache, past any check of names
+        refused(archive(tmp_path / "x.pt", b"\x80\x02\x82\xf0)R."))
     finally:
         copyreg.remove_extension("os", "getcwd", 240)
         copyreg.clear_extension_cache()
 
 
-def test_a_vast_memo_is_refused(tmp_path: Path) -> None:
-    """Python's unpickler would reserve gigabytes for it."""
-    with pytest.raises(WeightsError, match="more memory"):
-        safe_pickle.read(archive(tmp_path / "x.pt", b"}r\xff\xff\xff\xef."))
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_vast_memo_costs_nothing(tmp_path: Path) -> None:
+    """Python's own unpickler would reserve gigabytes for it."""
+    import resource
+
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, limit[1]))
+    try:
+        refused(archive(tmp_path / "x.pt", b"}r\xff\xff\xff\xef."), "It holds none")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
 
 
-def test_a_checkpoint_with_poison_and_foreign_classes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        (lambda command: Calls(os.system, command), "system"),
+        (lambda command: Calls(builtins.eval, f"__import__('os').system({command!r})"), "eval"),
+        (lambda command: CallsTwice(command), "partial"),
+        (lambda command: [{"deeper": (Calls(os.system, command),)}], "system"),
+        (lambda command: Benign(), "Benign"),
+        (lambda command: Path(command), "Path"),
+    ],
+)
+def test_a_checkpoint_with_more_than_data(tmp_path: Path, more: Any, name: str) -> None:
     marker = tmp_path / "executed"
-    command = f"touch {marker}"
     c = authors.settings()
-    weights = authors.state(c)
-    content = {
-        "student": weights,
-        "config": c,
-        "optimizer": {
-            "evil": Calls(os.system, command),
-            "eval": Calls(builtins.eval, f"__import__('os').system({command!r})"),
-            "getattr": Calls(getattr, "x", "upper"),
-            "partial": CallsTwice(command),
-            "nested": [{"deeper": (Calls(os.system, command),)}],
-            "benign": Benign(),
-            "list": BenignList([1, 2]),
-            "dict": BenignDict(a=1),
-            "set": {1, 2},
-            "path": tmp_path,
-            "complex": 1j,
-            "bytes": b"xyz",
-            "dtype": torch.float32,
-            "numpy": torch.ones(1).numpy(),
-            "state": {0: torch.randn(5)},
-        },
-        "epoch": 3,
-    }
+    content = {"student": authors.state(c), "config": c, "more": more(f"touch {marker}")}
     torch.save(content, tmp_path / "x.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(tmp_path / "x.pt", weights_only=True)
-    model = import_official(tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", name)
     assert not marker.exists()
-    assert torch.equal(model.blocks[1].attn.q.weight, weights["blocks.1.attn.q_proj.weight"])
-    read: Any = safe_pickle.read(tmp_path / "x.pt")
-    assert read["epoch"] == 3
-    assert read["config"] == c
-    assert isinstance(read["optimizer"]["evil"], Inert)
-    assert safe_pickle.kind(read["optimizer"]["benign"]).endswith(".Benign")
-
-
-def test_tensors_come_out_as_torch_reads_them(tmp_path: Path) -> None:
-    base = torch.randn(6, 5)
-    tensors = {
-        "plain": base,
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 3),
-        "transposed": base.t(),
-        "window": base[2:4, 1:3],
-        "half": base.half(),
-        "bfloat16": base.bfloat16(),
-        "double": base.double(),
-        "long": torch.arange(4),
-        "bool": torch.tensor([True, False]),
-        "parameter": torch.nn.Parameter(base + 1),
-    }
-    torch.save(tensors, tmp_path / "x.pt")
-    read: Any = safe_pickle.read(tmp_path / "x.pt")
-    for name, tensor in tensors.items():
-        assert isinstance(read[name], StoredTensor)
-        got = read[name].read()
-        assert got.dtype == tensor.dtype
-        assert torch.equal(got, tensor), name
-
-
-def test_state_dicts_with_metadata(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    torch.save({"m": module.state_dict(), "x": Benign()}, tmp_path / "x.pt")
-    read: Any = safe_pickle.read(tmp_path / "x.pt")
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(read["m"][name].read(), tensor)
 
 
 def tensor_program(
@@ -280,8 +225,7 @@ def tensor_program(
 def test_honest_numbers(tmp_path: Path) -> None:
     data = struct.pack("<6f", *range(6))
     path = archive(tmp_path / "x.pt", tensor_program(6, 1, (2, 2), (3, 1)), **{"0": data})
-    read: Any = safe_pickle.read(path)
-    assert read.read().tolist() == [[1, 2], [4, 5]]
+    assert official._unpickle(path).tolist() == [[1, 2], [4, 5]]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +239,7 @@ def test_honest_numbers(tmp_path: Path) -> None:
         (6, 5, (2,), (-1,)),
         (6, 0, (2,), (1, 1)),
         (6, 0, (10**12,), (0,)),
-        (7, 0, (7,), (1,)),
+        (700, 0, (700,), (1,)),
         (2**62, 0, (2**62,), (1,)),
         (-1, 0, (1,), (1,)),
     ],
@@ -304,46 +248,45 @@ def test_dishonest_numbers(
     tmp_path: Path, count: int, offset: int, size: tuple[int, ...], stride: tuple[int, ...]
 ) -> None:
     data = struct.pack("<6f", *range(6))
-    path = archive(tmp_path / "x.pt", tensor_program(count, offset, size, stride), **{"0": data})
-    with pytest.raises(WeightsError, match=r"x\.pt"):
-        safe_pickle.read(path)
+    tensor = tensor_program(count, offset, size, stride)
+    program = b"}" + text("student") + b"}" + text("pos_alpha") + tensor[2:-1] + b"ss."
+    refused(archive(tmp_path / "x.pt", program, **{"0": data}), "read safely|larger than its data")
 
 
 def test_compressed_members_are_refused(tmp_path: Path) -> None:
     """torch never compresses; a small file that unpacks to terabytes does."""
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("archive/data.pkl", b"}.")
-    with pytest.raises(WeightsError, match=r"not one written by torch\.save"):
-        safe_pickle.read(tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", r"not one written by torch\.save")
 
 
 def test_damaged_programs_only_ever_raise_our_error(tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(2), "b": Benign(), "c": [1, {"d": (2.5, None)}]}, tmp_path / "x.pt")
+    torch.save({"a": torch.ones(2), "c": [1, {"d": (2.5, None)}]}, tmp_path / "x.pt")
     with zipfile.ZipFile(tmp_path / "x.pt") as file:
         name = next(n for n in file.namelist() if n.endswith("data.pkl"))
         program = file.read(name)
     rng = random.Random(0)
-    refused = 0
     for _ in range(300):
         damaged = bytearray(program)
         for _ in range(rng.choice((1, 2, 5))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         del damaged[rng.randrange(len(damaged) + 1) :]
-        path = archive(tmp_path / "y.pt", bytes(damaged), **{"0": b"\0" * 8})
-        try:
-            safe_pickle.read(path)
-        except WeightsError:
-            refused += 1
-    assert refused > 100
+        refused(archive(tmp_path / "y.pt", bytes(damaged), **{"0": b"\0" * 8}))
 
 
-def test_a_big_endian_archive_is_refused(tmp_path):
-    torch.save({"a": torch.ones(2)}, tmp_path / "little.pt")
+def test_a_file_from_a_machine_of_the_other_byte_order(tmp_path: Path) -> None:
+    c = authors.settings()
+    state = authors.state(c)
+    torch.save({"student": state, "config": c}, tmp_path / "ours.pt")
+    other = "big" if sys.byteorder == "little" else "little"
     with (
-        zipfile.ZipFile(tmp_path / "little.pt") as old,
+        zipfile.ZipFile(tmp_path / "ours.pt") as old,
         zipfile.ZipFile(tmp_path / "x.pt", "w") as new,
     ):
         for name in old.namelist():
-            new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
-    with pytest.raises(WeightsError, match="big-endian"):
-        safe_pickle.read(tmp_path / "x.pt")
+            data = old.read(name)
+            if "/data/" in name:
+                data = np.frombuffer(data, np.float32).byteswap().tobytes()
+            new.writestr(name, other if name.endswith("byteorder") else data)
+    model = import_official(tmp_path / "x.pt")
+    assert torch.equal(model.norm.weight, state["final_norm.weight"])
