@@ -16,7 +16,7 @@ import torch
 
 from agreement import opened, options_of
 from common import print_table, write_csv
-from veca.distill.setup import open_teachers
+from veca.distill.teachers import open_teachers
 
 BATCH = 32
 
@@ -27,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
 
     config, world, loader = opened(options)
-    teacher = open_teachers(config, world).lessons[0].teacher
+    teacher = open_teachers(config, world)[0].model
     rows: list[dict[str, object]] = []
     for size in options.sizes:
         grid = teacher.grid_for(size)
