@@ -108,7 +108,7 @@ def test_export(reached, weights, tmp_path):
 def test_publish(reached, tmp_path):
     (tmp_path / "reached.md").write_text("much")
     assert reached(
-        "veca.distill.publish.publish", "publish", "w", "--out", tmp_path / "out", "--name", "n",
+        "veca.distill.export.publish", "publish", "w", "--out", tmp_path / "out", "--name", "n",
         "--licence", "l", "--data", "d", "--data-licence", "dl", "--results",
         tmp_path / "reached.md", "--dtype", "bfloat16",
     ) == {

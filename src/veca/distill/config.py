@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from veca._util.settings import Reader, Settings, Words, to_table, to_toml
 from veca.data.augment import AugmentConfig
 from veca.data.faults import LIMIT
 from veca.distill.optim import NAMES as OPTIMIZERS
-from veca.distill.schedule import Phase
 from veca.errors import DistillError, suggest
 
 PRECISIONS = ("auto", "bfloat16", "float32")
@@ -171,6 +170,16 @@ class OptimizerConfig:
     accumulate: int = 1
     """Parts in which a step's batch is run, to save memory."""
     accumulate_by_size: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of steps in which sizes are drawn alike."""
+
+    draw: Mapping[int, float]
+    """Image side in pixels -> how often, in any unit."""
+    until: int | None = None
+    """The first step after it; None for the last phase."""
 
 
 @dataclass(frozen=True)

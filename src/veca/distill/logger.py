@@ -25,7 +25,7 @@ from torch import Tensor
 import veca
 from veca._util import files
 from veca.distill.parallel import World
-from veca.distill.schedule import Step
+from veca.distill.schedule import StepPlan
 from veca.errors import DistillError, DivergedError, MissingExtraError
 
 METRICS, RUN = "metrics.jsonl", "run.json"
@@ -33,7 +33,7 @@ _PLAIN_EVERY_S = 30.0
 """Seconds between lines where the output is no terminal."""
 
 
-class Meter:
+class StepMeter:
     """Keeps what each step measured on the device, and reads it back many steps at a time.
 
     Args:
@@ -43,10 +43,10 @@ class Meter:
 
     def __init__(self, names: Sequence[str], world: World, *, elastic: bool = True) -> None:
         self.names, self.world, self.elastic = list(names), world, elastic
-        self._steps: list[Step] = []
+        self._steps: list[StepPlan] = []
         self._terms: list[Tensor] = []
 
-    def add(self, step: Step, terms: Tensor, grad_norms: Tensor) -> None:
+    def add(self, step: StepPlan, terms: Tensor, grad_norms: Tensor) -> None:
         """Note a step; nothing waits for the device."""
         self._steps.append(step)
         self._terms.append(torch.cat([terms, grad_norms.to(terms).reshape(-1)]))
@@ -97,7 +97,7 @@ def _words(term: str) -> str:
     return f"the gradient's length{whose}" if name == "grad_norm" else f"the loss ({name}){whose}"
 
 
-class Follower:
+class RunLogger:
     """Writes and shows what happens; on all ranks but the first it does nothing.
 
     Args:

@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 
 from veca.distill import DistillError, DivergedError, read_metrics
-from veca.distill.follow import Follower, Meter, code_version, write_run
+from veca.distill.logger import RunLogger, StepMeter, code_version, write_run
 from veca.distill.parallel import World
-from veca.distill.schedule import Step
+from veca.distill.schedule import StepPlan
 from veca.errors import MissingExtraError
 
 
-def step(number: int) -> Step:
-    return Step(number, 32, 4, (8,), 1e-3)
+def step(number: int) -> StepPlan:
+    return StepPlan(number, 32, 4, (8,), 1e-3)
 
 
 def record(number: int, loss: float = 1.0) -> dict:
@@ -27,7 +27,7 @@ def record(number: int, loss: float = 1.0) -> dict:
 
 
 def test_meter_keeps_every_step() -> None:
-    meter = Meter(["loss", "cls", "kl", "grad_norm"], World())
+    meter = StepMeter(["loss", "cls", "kl", "grad_norm"], World())
     for i in range(3):
         meter.add(step(i), torch.tensor([float(i), 0.5, 0.0]), torch.tensor(2.0))
     records = meter.flush()
@@ -39,13 +39,13 @@ def test_meter_keeps_every_step() -> None:
 
 
 def test_steps_without_budgets_speak_of_none(tmp_path, capsys) -> None:
-    meter = Meter(["loss", "grad_norm"], World(), elastic=False)
+    meter = StepMeter(["loss", "grad_norm"], World(), elastic=False)
     meter.add(step(0), torch.tensor([1.0]), torch.tensor(1.0))
     records = meter.flush()
     assert records[0]["cores"] == []
-    follower = Follower(tmp_path, steps=1, console=Console(), tensorboard=False)
-    follower.train(records, rate=1.0, waited=0.0)
-    follower.close()
+    log = RunLogger(tmp_path, steps=1, console=Console(), tensorboard=False)
+    log.train(records, rate=1.0, waited=0.0)
+    log.close()
     assert "loss 1.0000  32 px" in capsys.readouterr().out
     meter.add(step(1), torch.tensor([math.nan]), torch.tensor(1.0))
     with pytest.raises(DivergedError, match=r"at step 2 \(32 px"):
@@ -54,7 +54,7 @@ def test_steps_without_budgets_speak_of_none(tmp_path, capsys) -> None:
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_meter_names_the_step_that_diverged(where: str) -> None:
-    meter = Meter(["loss", "grad_norm"], World())
+    meter = StepMeter(["loss", "grad_norm"], World())
     for i in range(3):
         bad = math.nan if i == 1 else 1.0
         loss, norm = (bad, 1.0) if where == "loss" else (1.0, bad)
@@ -65,25 +65,25 @@ def test_meter_names_the_step_that_diverged(where: str) -> None:
 
 
 def test_a_resumed_run_drops_the_steps_that_come_again(tmp_path) -> None:
-    with_steps = Follower(tmp_path, steps=9, tensorboard=False)
+    with_steps = RunLogger(tmp_path, steps=9, tensorboard=False)
     with_steps.train([record(i) for i in range(1, 8)], rate=1.0, waited=0.0)
     with_steps.skipped("a.jpg", "broken")
     with_steps.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # a kill in the middle of a line
-    Follower(tmp_path, steps=9, start=4, tensorboard=False).close()
+    RunLogger(tmp_path, steps=9, start=4, tensorboard=False).close()
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2, 3, 4]
     assert [r["name"] for r in read_metrics(tmp_path, "skipped")] == ["a.jpg"]
-    Follower(tmp_path, steps=9, tensorboard=False).close()
+    RunLogger(tmp_path, steps=9, tensorboard=False).close()
     assert read_metrics(tmp_path) == []
 
 
 def test_other_ranks_write_nothing(tmp_path) -> None:
-    follower = Follower(tmp_path / "x", steps=3, active=False)
-    follower.train([record(1)], rate=1.0, waited=0.0)
-    follower.validation({"step": 1, "loss": 1.0, "grid": []})
-    follower.skipped("a", "b")
-    follower.close()
+    log = RunLogger(tmp_path / "x", steps=3, active=False)
+    log.train([record(1)], rate=1.0, waited=0.0)
+    log.validation({"step": 1, "loss": 1.0, "grid": []})
+    log.skipped("a", "b")
+    log.close()
     assert not (tmp_path / "x").exists()
 
 
@@ -91,9 +91,9 @@ def test_other_ranks_write_nothing(tmp_path) -> None:
 def test_the_line_says_what_matters(tmp_path, terminal: bool) -> None:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=160)
-    follower = Follower(tmp_path, steps=100, console=console, tensorboard=False)
-    follower.train([record(5, loss=0.25)], rate=2.0, waited=0.125)
-    follower.validation(
+    log = RunLogger(tmp_path, steps=100, console=console, tensorboard=False)
+    log.train([record(5, loss=0.25)], rate=2.0, waited=0.125)
+    log.validation(
         {
             "step": 5,
             "loss": 0.5,
@@ -103,7 +103,7 @@ def test_the_line_says_what_matters(tmp_path, terminal: bool) -> None:
             ],
         }
     )  # fmt: skip
-    follower.close()
+    log.close()
     shown = text.getvalue()
     for words in ("5/100", "loss 0.2500", "C=8", "32 px", "2 images/s", "3:10 left", "cls 0.750"):
         assert words in shown
@@ -113,16 +113,16 @@ def test_the_line_says_what_matters(tmp_path, terminal: bool) -> None:
 
 def test_tensorboard_where_it_is_installed(tmp_path) -> None:
     pytest.importorskip("tensorboard", reason="TensorBoard is an extra")
-    follower = Follower(tmp_path, steps=3)
-    follower.train([record(1)], rate=1.0, waited=0.0)
-    follower.close()
+    log = RunLogger(tmp_path, steps=3)
+    log.train([record(1)], rate=1.0, waited=0.0)
+    log.close()
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
 def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingExtraError, match="pip install wandb"):
-        Follower(tmp_path, steps=3, wandb="project")
+        RunLogger(tmp_path, steps=3, wandb="project")
     assert list(tmp_path.iterdir()) == []
 
     class Fake:
@@ -142,9 +142,9 @@ def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch) -> None:
             cls.logged.append("finished")
 
     monkeypatch.setitem(sys.modules, "wandb", Fake)
-    follower = Follower(tmp_path, steps=3, wandb="project", config={"seed": 1})
-    follower.train([record(1, loss=0.5)], rate=1.0, waited=0.0)
-    follower.close()
+    log = RunLogger(tmp_path, steps=3, wandb="project", config={"seed": 1})
+    log.train([record(1, loss=0.5)], rate=1.0, waited=0.0)
+    log.close()
     assert Fake.options["project"] == "project" and Fake.options["config"] == {"seed": 1}
     assert Fake.logged[0][0] == 1 and Fake.logged[0][1]["train/loss"] == 0.5
     assert Fake.logged[-1] == "finished"
@@ -172,5 +172,5 @@ def test_no_run_no_metrics(tmp_path) -> None:
 def test_a_run_that_starts_anew_starts_an_empty_file(tmp_path) -> None:
     old = [{"kind": "skipped", "name": "x.jpg", "reason": "bad"}, {"kind": "train", "step": 1}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in old))
-    Follower(tmp_path, steps=4, tensorboard=False).close()
+    RunLogger(tmp_path, steps=4, tensorboard=False).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""

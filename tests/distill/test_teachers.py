@@ -7,7 +7,7 @@ from torch import nn
 
 from distill.small import settings
 from veca.distill.parallel import World
-from veca.distill.setup import open_teachers
+from veca.distill.teachers import open_teachers
 from veca.teachers import CallableTeacher
 
 
@@ -22,16 +22,16 @@ def test_the_global_feature_at_a_size_of_its_own() -> None:
     teacher = CallableTeacher(brightest, width=3, stride=16, name="colours")
     table = {"name": "colours", "global_size": 48}
     config = settings(teachers=[table], data={"hold_out": 6})
-    teaching = open_teachers(config, World(), [teacher])
+    teachers = open_teachers(config, World(), [teacher])
     pixels = torch.rand(4, 3, 64, 64)
-    (target,) = teaching.targets(pixels, (2, 2))
-    assert teaching.image_size((2, 2)) == (48, 48)  # the larger of both
-    assert teaching.image_size((4, 4)) == (64, 64)
+    (target,) = teachers.targets(pixels, (2, 2))
+    assert teachers.image_size((2, 2)) == (48, 48)  # the larger of both
+    assert teachers.image_size((4, 4)) == (64, 64)
     assert torch.equal(target.patches, teacher.features(pixels, (2, 2)).patches)
     assert torch.equal(target.cls, teacher.features(pixels, (3, 3)).cls)
     assert not torch.equal(target.cls, teacher.features(pixels, (2, 2)).cls)
     asked.clear()
-    teaching.targets(pixels, (3, 3))
+    teachers.targets(pixels, (3, 3))
     assert asked == [(48, 48)]  # one pass serves both where the sizes agree
     asked.clear()
     (parts,) = open_teachers(
@@ -58,8 +58,8 @@ def test_a_pass_of_the_same_pixels_serves_both_and_larger_ones_are_split() -> No
     config = settings(
         teachers=[{**table, "global_size": 64, "micro_batch": 4}], data={"hold_out": 6}
     )
-    teaching = open_teachers(config, World(), [free])
-    teaching.smallest_cells = 4
+    teachers = open_teachers(config, World(), [free])
+    teachers.smallest_cells = 4
     seen.clear()
-    teaching.targets(pixels, (2, 2))
+    teachers.targets(pixels, (2, 2))
     assert seen == [(4, 32), *[(1, 64)] * 4]

@@ -12,10 +12,10 @@ import veca
 from distill.small import TABLE, curve, run, settings
 from veca.dense import DenseVit
 from veca.distill import DistillError, distill, export_checkpoint, load_targets, read_metrics
-from veca.distill.cohort import MAIN, section_name, sections_of
+from veca.distill import step as steps
 from veca.distill.dry_run import dry_run
 from veca.distill.samples import FilterBank
-from veca.distill.trainer import Trainer
+from veca.distill.trainer import MAIN, section_name, sections_of
 from veca.teachers import CallableTeacher, read_dense_vit
 from veca.weights import read_provenance
 
@@ -52,18 +52,18 @@ def test_each_learns_what_it_would_alone(family, tmp_path, which) -> None:
 
 def test_a_dense_student_makes_one_pass_beside_several_budgets(tmp_path, monkeypatch) -> None:
     passes = []
-    plain = Trainer._pass
+    plain = steps.one_pass
 
-    def count(trainer, images, targets, cores, share):
+    def count(trainer, loss, images, targets, cores, share):
         passes.append((trainer.dense, cores, share))
-        return plain(trainer, images, targets, cores, share)
+        return plain(trainer, loss, images, targets, cores, share)
 
-    monkeypatch.setattr(Trainer, "_pass", count)
+    monkeypatch.setattr(steps, "one_pass", count)
     nested = {"budgets": [2, 8], "per_step": 2}
     records = run(tmp_path / "two", siblings={"dense": DENSE}, nested=nested)
-    steps = len(records)
-    assert [x for x in passes if x[0]] == [(True, 0, 1.0)] * steps
-    assert Counter(x[1:] for x in passes if not x[0]) == {(2, 0.5): steps, (8, 0.5): steps}
+    done = len(records)
+    assert [x for x in passes if x[0]] == [(True, 0, 1.0)] * done
+    assert Counter(x[1:] for x in passes if not x[0]) == {(2, 0.5): done, (8, 0.5): done}
     # What it learns does not depend on how many budgets the others train.
     once = run(tmp_path / "one", siblings={"dense": DENSE}, nested={"budgets": [2, 8]})
     assert [r["dense:loss"] for r in records] == [r["dense:loss"] for r in once]
