@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.errors import ProbeError, suggest
-from veca.probe.datasets import Dataset, find_dataset, open_dataset
+from veca.errors import InputError, ProbeError, suggest
+from veca.probe.datasets import Check, Dataset, check_dataset, find_dataset, open_dataset
 from veca.probe.kept import Kept, room
 from veca.probe.metrics import as_labels
-from veca.probe.protocol import Subset
+from veca.probe.protocol import Subset, toml_value
 from veca.probe.schedule import generator
 
 DATASET_TASK = {
@@ -132,6 +132,29 @@ def open_data(
     if by_class:
         _check_classes(found)
     return found
+
+
+def parse_options(lines: Iterable[str]) -> dict[str, Any]:
+    """["partition=2"] -> {"partition": 2}, the `options` of `open_data`; values as in TOML."""
+    found = {}
+    for line in lines:
+        name, equals, value = line.partition("=")
+        if not equals:
+            raise InputError(f"--option reads NAME=VALUE, such as partition=2; got {line!r}.")
+        found[name.strip()] = toml_value(value.strip(), line)
+    return found
+
+
+def check_data(
+    tasks: Iterable[str], dataset: str, data: str | Path, options: Mapping[str, Any] | None = None
+) -> Iterator[Check]:
+    """Read every image and label that tasks would need; one check for each kind of label."""
+    tasks = list(tasks)
+    for task in tasks:
+        if task not in DATASET_TASK:
+            raise InputError(f"unknown task {suggest(task, DATASET_TASK)}")
+    for kind in dict.fromkeys(DATASET_TASK[task] for task in tasks):
+        yield check_dataset(dataset, data, task=kind, contents=True, **(options or {}))
 
 
 def _pick(dataset: Dataset, limit: int, by_class: bool, seed: int) -> list[int]:
