@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from veca.config import VecaConfig
-from veca.embed.features import DTYPES
+from veca.embed.pipeline import DTYPES
 from veca.errors import InputError, at_least, suggest
 from veca.images import Size, check_size
 from veca.model import Veca, check_budget
