@@ -46,7 +46,6 @@ from veca.distill.optim import WeightAverage
 from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
 from veca.distill.schedule import BudgetSampler, Phase, SizeSchedule, TrainingPlan
-from veca.distill.trainer import StudentGroup
 from veca.distill.validate import mean_loss
 from veca.errors import OutputError, VecaError
 from veca.teachers import CallableTeacher, TeacherError, read_dense_vit
@@ -191,16 +190,16 @@ def test_a_checkpoint_becomes_weights(finished, tmp_path) -> None:
 
 def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch, capfd) -> None:
     _, changes, whole = finished
-    real = StudentGroup.step
+    real = steps.training_step
 
-    def step(self, step, batch):
+    def step(group, step, batch):
         if step.number == 3:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             assert signal.getsignal(signal.SIGTERM) is before
-        return real(self, step, batch)
+        return real(group, step, batch)
 
-    monkeypatch.setattr(StudentGroup, "step", step)
+    monkeypatch.setattr("veca.distill.loop.training_step", step)
     before = signal.getsignal(signal.SIGTERM)
     result = distill(settings(**changes), tmp_path / "run")
     assert (result.stopped, result.step) == ("signal", 4)
