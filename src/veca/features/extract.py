@@ -249,14 +249,7 @@ def _reader(
         try:
             if is_done(item):
                 return None
-            return preprocess(
-                item.path,
-                size,
-                fit=fit,
-                patch_size=config.patch_size,
-                mean=config.image_mean,
-                std=config.image_std,
-            )
+            return preprocess(item.path, size, fit=fit, model=config)
         except ImageError as error:
             return error
 

@@ -35,7 +35,9 @@ def load(
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source)
-    return store.load_local(path, device=place, dtype=dtype, backend=backend)
+    model = store.load_local(path, device=place, dtype=dtype, backend=backend)
+    model.name = names.called(source, path)
+    return model
 
 
 def read_config(source: Source) -> VecaConfig:
