@@ -273,8 +273,18 @@ class _Tally:
 class _Image(NamedTuple):
     """An image that has been read."""
 
+<<<<<<< HEAD:src/veca/embed/features.py
     item: NamedImage
     image: Preprocessed
+=======
+    def read(item: Item) -> Reading:
+        try:
+            if is_done(item):
+                return None
+            return preprocess(item.path, size, fit=fit, model=config)
+        except ImageError as error:
+            return error
+>>>>>>> model:src/veca/features/extract.py
 
     @property
     def pixels(self) -> Tensor:
