@@ -14,12 +14,8 @@ from torch import Tensor, nn
 
 from veca import rope
 from veca.checks import check_finite, check_images
-<<<<<<< HEAD
 from veca.config import EXTRA_TOKENS, VecaConfig
-=======
-from veca.config import VecaConfig
 from veca.feature_model import FeatureModel
->>>>>>> model
 from veca.model import Block, initialize
 from veca.rope import Rotation
 

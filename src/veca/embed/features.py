@@ -137,15 +137,7 @@ def extract(
         try:
             if writer.has(item):
                 return item, None
-            config = model.config
-            return item, preprocess(
-                to_read(source, places[item.place]),
-                size,
-                fit=fit,
-                patch_size=config.patch_size,
-                mean=config.image_mean,
-                std=config.image_std,
-            )
+            return item, preprocess(to_read(source, places[item.place]), size, fit=fit, model=model)
         except ImageError as error:
             return item, error
         except OSError as error:  # of a shard
@@ -273,18 +265,8 @@ class _Tally:
 class _Image(NamedTuple):
     """An image that has been read."""
 
-<<<<<<< HEAD:src/veca/embed/features.py
     item: NamedImage
     image: Preprocessed
-=======
-    def read(item: Item) -> Reading:
-        try:
-            if is_done(item):
-                return None
-            return preprocess(item.path, size, fit=fit, model=config)
-        except ImageError as error:
-            return error
->>>>>>> model:src/veca/features/extract.py
 
     @property
     def pixels(self) -> Tensor:

@@ -52,7 +52,9 @@ def load(
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source)
-    return store.load_local(path, device=place, dtype=dtype, backend=backend)
+    model = store.load_local(path, device=place, dtype=dtype, backend=backend)
+    model.name = names.called(source, path)
+    return model
 
 
 def read_config(source: str | os.PathLike[str]) -> VecaConfig:
