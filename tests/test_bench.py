@@ -13,9 +13,9 @@ import torch
 
 from veca import Veca, VecaConfig
 from veca.bench import (
+    BenchPlan,
+    BenchRow,
     Contender,
-    Plan,
-    Row,
     bench,
     by_contender,
     machine,
@@ -29,17 +29,17 @@ from veca.bench import (
 from veca.errors import ConfigError, InputError, MissingExtraError
 
 SMALL = VecaConfig(depth=1, width=32, heads=2, num_cores=4)
-QUICK = Plan(sizes=(32, 64), repeats=2, seconds=0.0, threads=1)
+QUICK = BenchPlan(sizes=(32, 64), repeats=2, seconds=0.0, threads=1)
 
 
-def row(size: int = 256, ms: float = 1.0, **changes: object) -> Row:
+def row(size: int = 256, ms: float = 1.0, **changes: object) -> BenchRow:
     fields = {
         "network": "n", "model": "veca", "cores": 8, "size": size, "batch": 1, "device": "cpu",
         "dtype": "float32", "threads": 1, "mode": "eager", "repeats": 3, "ms": ms,
         "spread_ms": 0.1, "fastest_ms": ms, "images_per_s": 1e3 / ms, "peak_mib": size / 8,
         "speedup": 2.0,
     }  # fmt: skip
-    return Row(**{**fields, **changes})
+    return BenchRow(**{**fields, **changes})
 
 
 class TestTurns:
@@ -183,7 +183,7 @@ class TestBench:
         [
             ({"model": "tinny"}, "did you mean 'tiny'"),
             ({"cores": [5]}, "from 1 to 4"),
-            ({"plan": Plan(sizes=(32, 40))}, r"multiples of the patch size 16, got \[40\]"),
+            ({"plan": BenchPlan(sizes=(32, 40))}, r"multiples of the patch size 16, got \[40\]"),
         ],
     )
     def test_bad_input_is_refused_before_anything_runs(self, change, message):

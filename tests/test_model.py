@@ -177,6 +177,52 @@ def test_intermediates_end_in_the_output(tiny):
     assert len(tiny.forward_intermediates(images)) == 3
 
 
+def test_a_walk_shows_every_layer_on_the_way_to_the_output(tiny):
+    images = torch.randn(IMAGES)
+    layers = list(tiny.walk(images, cores=4))
+    assert [layer.number for layer in layers] == [0, 1, 2, 3]
+    patches = tiny.patch_embed(images).flatten(2).transpose(1, 2)
+    first = torch.cat([tiny.bank.tokens[:4].expand(2, -1, -1), patches], dim=1)
+    assert torch.equal(layers[0].tokens, first) and layers[0].grid == (3, 4)
+    assert torch.equal(layers[0].core_xy, layers[1].core_xy)
+    for norm in (True, False):
+        expected = tiny.forward_intermediates(images, cores=4, norm=norm)
+        for layer, out in zip(layers[1:], expected, strict=True):
+            for ours, theirs in zip(tiny.output(layer, norm)[:3], out[:3], strict=True):
+                assert torch.equal(ours, theirs)
+    for ours, theirs in zip(tiny.output(layers[-1])[:3], tiny(images, cores=4)[:3], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_walk_runs_no_block_that_is_not_asked_for(tiny):
+    ran = []
+    for number, block in enumerate(tiny.blocks, start=1):
+        block.register_forward_hook(lambda *_, number=number: ran.append(number))
+    assert [layer.number for layer in tiny.walk(torch.randn(IMAGES), last=2)] == [0, 1, 2]
+    assert ran == [1, 2]
+    ran.clear()
+    for layer in tiny.walk(torch.randn(IMAGES)):
+        if layer.number == 1:
+            break
+    assert ran == [1]
+
+
+def test_a_walk_takes_what_the_model_takes(tiny):
+    with pytest.raises(InputError, match="from 1 to 8"):
+        next(tiny.walk(torch.randn(IMAGES), cores=9))
+    with pytest.raises(InputError, match="multiples of the patch size"):
+        next(tiny.walk(torch.randn(1, 3, 33, 32)))
+
+
+def test_what_a_layer_takes_from_the_patches_is_in_the_maps(tiny):
+    images = torch.randn(IMAGES)
+    maps = tiny.attention_maps(images, cores=5, per_head=True)
+    layers = list(tiny.walk(images, cores=5))
+    for number in (1, 2, 3):
+        weights = tiny.core_to_patch(layers[number - 1], layers[number])
+        assert torch.equal(weights.unflatten(-1, (3, 4)), maps[:, number - 1])
+
+
 def test_output_projection_is_shared_by_cores_and_patches():
     model = stirred(create_model(SMALLEST, output_width=20)).eval()
     images = torch.randn(IMAGES)

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from veca import rope
-from veca.config import VecaConfig
-from veca.model import Block, check_finite, check_images, initialize
+from veca.checks import check_finite, check_images
+from veca.config import EXTRA_TOKENS, VecaConfig
+from veca.model import Block, initialize
 from veca.rope import Rotation
-
-EXTRA_TOKENS = 5
-"""CLS and four registers."""
 
 
 class DenseOutput(NamedTuple):

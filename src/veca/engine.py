@@ -22,17 +22,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca import rope
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
+from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, at_least
-from veca.model import (
-    Block,
-    CoreMove,
-    Veca,
-    VecaOutput,
-    check_budget,
-    check_finite,
-    check_images,
-    check_model,
-)
+from veca.model import Block, CoreMove, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
@@ -73,7 +65,7 @@ class InferenceEngine:
         self.check_pixels = check_pixels
         self._graphs = graphs
         self._cache = cache
-        self._prepared: OrderedDict[tuple[int, int, int, int], Plan] = OrderedDict()
+        self._prepared: OrderedDict[tuple[int, int, int, int], PreparedShape] = OrderedDict()
         self._pack(model)
         self._embed: Callable[..., Tensor] = _embed
         self._block: Callable[..., tuple[Tensor, Tensor, Tensor]] = _block
@@ -92,29 +84,31 @@ class InferenceEngine:
         grid = check_images(images, c.in_channels, c.patch_size)
         if self.check_pixels:
             check_finite(images)
-        plan = self._plan(images.shape[0], grid, budget)
-        tokens, raw = plan.run(images)
+        prepared = self._shape(images.shape[0], grid, budget)
+        tokens, raw = prepared.run(images)
         return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
 
     @torch.inference_mode()
-    def prepare(self, batch: int, size: int | tuple[int, int], cores: int | None = None) -> Plan:
+    def prepare(
+        self, batch: int, size: int | tuple[int, int], cores: int | None = None
+    ) -> PreparedShape:
         """Compile and capture for one batch size, image size in pixels and budget."""
         c = self.config
         budget = check_budget(cores, c.num_cores)
         height, width = (size, size) if isinstance(size, int) else size
         blank = torch.empty(batch, c.in_channels, height, width, device="meta")
         grid = check_images(blank, c.in_channels, c.patch_size)
-        return self._plan(batch, grid, budget)
+        return self._shape(batch, grid, budget)
 
-    def _plan(self, batch: int, grid: tuple[int, int], budget: int) -> Plan:
+    def _shape(self, batch: int, grid: tuple[int, int], budget: int) -> PreparedShape:
         key = (batch, *grid, budget)
-        plan = self._prepared.pop(key, None)
-        if plan is None:
+        prepared = self._prepared.pop(key, None)
+        if prepared is None:
             while len(self._prepared) >= self._cache:
                 self._prepared.popitem(last=False)
-            plan = Plan(self, batch, grid, budget)
-        self._prepared[key] = plan
-        return plan
+            prepared = PreparedShape(self, batch, grid, budget)
+        self._prepared[key] = prepared
+        return prepared
 
     def _pack(self, model: Veca) -> None:
         _check_plain(model)
@@ -157,7 +151,7 @@ class InferenceEngine:
         return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
 
 
-class Plan:
+class PreparedShape:
     """Everything prepared for one (batch, grid, budget)."""
 
     def __init__(

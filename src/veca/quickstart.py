@@ -165,7 +165,7 @@ def _agreement(views: Sequence[viz.View], cores: int, full: int) -> tuple[float,
 def _times(
     model: Veca, budgets: Sequence[int], size: int, device: torch.device | str
 ) -> dict[str, float]:
-    plan = bench.Plan(sizes=(size,), device=str(device), repeats=5, seconds=3.0, limit=30.0)
+    plan = bench.BenchPlan(sizes=(size,), device=str(device), repeats=5, seconds=3.0, limit=30.0)
     rows = bench.bench(model, plan, cores=budgets)
     return {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
 

@@ -12,8 +12,8 @@ from PIL import Image
 from veca import cost, preprocess
 from veca.app import content
 from veca.app.content import Limits, Photo, Times
+from veca.embed.writers.files import read_features
 from veca.errors import ImageError
-from veca.features.files import read_features
 from veca.viz.project import Palette
 
 

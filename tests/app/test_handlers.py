@@ -12,7 +12,7 @@ from veca import create_model, save
 from veca.app.content import Limits
 from veca.app.handlers import Handlers
 from veca.app.model_cache import FRESH_NAME, ModelCache
-from veca.features.files import read_features
+from veca.embed.writers.files import read_features
 from veca.quickstart import bundled_photos
 
 CHOICE = (4, 3, 1, "norm")

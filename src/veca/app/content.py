@@ -16,11 +16,11 @@ from PIL import Image
 
 from veca import bench
 from veca.app.model_cache import LoadedModel
+from veca.checks import check_budget
 from veca.cost import Cost, cost
+from veca.embed.writers.files import write_features
 from veca.errors import ImageError
-from veca.features.files import write_features
 from veca.images import read_image, target_size
-from veca.model import check_budget
 from veca.viz.attention import core_panel
 from veca.viz.colour import heat
 from veca.viz.cores import path_lengths, path_panel
@@ -182,7 +182,7 @@ def measure_times(seen: Look, entry: LoadedModel, cores: int) -> Times:
     new = size not in entry.dense_ms
     if new or entry.dense_ms[size] < _PATIENCE_MS:
         calls["dense"] = lambda: entry.dense(pixels)
-    plan = bench.Plan(
+    plan = bench.BenchPlan(
         sizes=(entry.model.config.patch_size,),  # not used: the calls bring their own image
         device=str(pixels.device),
         repeats=3,

@@ -22,12 +22,13 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from veca._util.memory import is_out_of_memory
+from veca.checks import check_budget
 from veca.config import VecaConfig
 from veca.cost import cost
 from veca.dense import DenseVit
 from veca.errors import ProbeError
 from veca.images import normalize
-from veca.model import Veca, check_budget
+from veca.model import Veca
 from veca.probe.protocol import Extract
 from veca.weights import weights_hash
 from veca.weights.names import public_name

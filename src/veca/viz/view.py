@@ -11,9 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.checks import check_budget
 from veca.errors import InputError, whole
 from veca.images import Size, Source, preprocess, read_image
-from veca.model import Veca, check_budget, evaluating
+from veca.model import Veca, evaluating
 
 _WIDEST = 3.0  # a panel's width over its height, at most; a strip is shown smaller
 

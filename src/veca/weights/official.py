@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from veca._util import files
+from veca.checks import check_model
 from veca.errors import OutputError, WeightsError
-from veca.model import Veca, check_model
+from veca.model import Veca
 from veca.weights import store
 from veca.weights import tensors as ts
 from veca.weights.official_layout import from_ours, to_ours
