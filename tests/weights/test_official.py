@@ -82,7 +82,7 @@ def test_a_file_as_their_training_writes_it(tmp_path: Path) -> None:
     )
     model = import_official(path)
     assert torch.equal(model.norm.weight, state["final_norm.weight"])
-    assert official.provenance(official.read(path))["global_step"] == 7
+    assert official.provenance(official.read_checkpoint(path))["global_step"] == 7
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
@@ -484,7 +484,7 @@ def test_sizes_of_ours_get_no_family_of_theirs() -> None:
 def test_provenance(small: tuple[Path, dict[str, Tensor], dict[str, Any]]) -> None:
     path, state, c = small
     checkpoint(path, state, c, global_step=7, epoch="x")
-    record = official.provenance(official.read(path))
+    record = official.provenance(official.read_checkpoint(path))
     assert record["teacher"] == "someone/teacher"
     assert record["budgets"] == [8, 16]
     assert record["global_step"] == 7

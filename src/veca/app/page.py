@@ -45,7 +45,7 @@ _CLICK_FILE = """() => {
 }"""
 
 
-def build(handlers: Handlers) -> Any:
+def build_page(handlers: Handlers) -> Any:
     """The page as gradio Blocks; `serve` launches it."""
     gr = require("gradio", "the demo")
     # Files older than an hour are removed every ten minutes.
@@ -59,7 +59,7 @@ def build(handlers: Handlers) -> Any:
 
 def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     """The components by name, in the order in which they stand on the page."""
-    with handlers.shelf.use(handlers.shelf.default) as entry:
+    with handlers.models.use(handlers.models.default) as entry:
         most, depth = entry.model.config.num_cores, entry.model.config.depth
     parts: dict[str, Any] = {name: gr.State(None) for name in _STATES}
 
@@ -113,7 +113,7 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
                 elem_id="gallery",
             )
             add("gallery", gallery)
-            names, default = handlers.shelf.names, handlers.shelf.default
+            names, default = handlers.models.names, handlers.models.default
             add("weights", gr.Dropdown(names, value=default, label="weights", elem_id="weights"))
             add("download", gr.Button("download the features (.npz)", elem_id="download"))
             hidden = gr.DownloadButton("file", elem_id="file", elem_classes="out-of-sight")

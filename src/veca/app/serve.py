@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from veca._util.extras import require
+from veca.app.content import Limits
 from veca.app.handlers import Handlers
-from veca.app.page import CSS, build
-from veca.app.shelf import Shelf
-from veca.app.views import Limits
+from veca.app.model_cache import ModelCache
+from veca.app.page import CSS, build_page
 from veca.errors import InputError
 
 LOCAL = "127.0.0.1"
@@ -48,7 +48,7 @@ def running(
         _environment(folder),
     ):
         gr = require("gradio", "the demo")
-        page = build(Handlers(Shelf(weights, device), limits, folder))
+        page = build_page(Handlers(ModelCache(weights, device), limits, folder))
         try:
             _, address, _ = page.queue(max_size=64, api_open=False).launch(
                 server_name=host,

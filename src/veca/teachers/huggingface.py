@@ -444,7 +444,7 @@ def _load_remote(
     transformers = require_transformers()
     files = folder.weights(TRANSFORMERS_WEIGHTS)
     folder.fetch_code()
-    with quiet():
+    with quiet_transformers():
         try:
             model = transformers.AutoModel.from_pretrained(
                 str(folder.path), trust_remote_code=True, local_files_only=True
@@ -469,7 +469,7 @@ def load_pretrained(
     Weights that are not there would be drawn at random: that is refused.
     """
     model_class = find_class(architecture)
-    with quiet():
+    with quiet_transformers():
         try:
             model, info = model_class.from_pretrained(
                 str(folder.path) if state is None else None,
@@ -532,7 +532,7 @@ def _hide_broken_torchvision() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars and no reports of unused weights (a CLIP file holds a text tower too)."""
     logging: Any = importlib.import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

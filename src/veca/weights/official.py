@@ -26,12 +26,12 @@ from veca.weights.official_layout import from_ours, to_ours
 from veca.weights.official_settings import find_config, their_config
 
 __all__ = [
-    "Checkpoint",
-    "build",
+    "OfficialCheckpoint",
+    "build_model",
     "export_official",
     "from_ours",
     "import_official",
-    "read",
+    "read_checkpoint",
     "to_ours",
 ]
 
@@ -39,7 +39,7 @@ _PREFIXES = ("module.", "student.")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class OfficialCheckpoint:
     """What a file of the authors' holds that matters here."""
 
     path: Path
@@ -67,7 +67,7 @@ def import_official(
         dtype: of the weights in memory; None keeps the stored one.
     """
     ts.check_dtype(dtype)
-    return build(read(path), config_overrides=config_overrides, dtype=dtype)
+    return build_model(read_checkpoint(path), config_overrides=config_overrides, dtype=dtype)
 
 
 def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | None = None) -> Path:
@@ -93,7 +93,7 @@ def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | N
     return path
 
 
-def read(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str]) -> OfficialCheckpoint:
     """The weights and settings in an authors' file, prefixes removed; nothing is executed."""
     path = Path(path).expanduser()
     content = _unpickle(path)
@@ -114,11 +114,11 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     progress = {
         name: content[name] for name in ("epoch", "global_step") if type(content.get(name)) is int
     }
-    return Checkpoint(path, _clean(state, path), dict(config or {}), progress)
+    return OfficialCheckpoint(path, _clean(state, path), dict(config or {}), progress)
 
 
-def build(
-    checkpoint: Checkpoint,
+def build_model(
+    checkpoint: OfficialCheckpoint,
     *,
     config_overrides: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = torch.float32,
@@ -132,7 +132,7 @@ def build(
     return ts.fill(config, {name: t.to(dtype=dtype, copy=True) for name, t in state.items()})
 
 
-def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
+def provenance(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
     """Where a checkpoint's weights come from, as far as the file says; plain JSON."""
     said = {
         "teacher": checkpoint.config.get("teacher_id"),

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from veca import bench
-from veca.app.shelf import Entry
+from veca.app.model_cache import LoadedModel
 from veca.checks import check_budget
 from veca.cost import Cost, cost
 from veca.embed.writers.files import write_features
@@ -100,7 +100,7 @@ def open_photo(path: str | Path, limits: Limits | None = None) -> Photo:
     return Photo(file.stem, image)
 
 
-def look(entry: Entry, photo: Photo, size: int, limits: Limits | None = None) -> Look:
+def look(entry: LoadedModel, photo: Photo, size: int, limits: Limits | None = None) -> Look:
     """See a photo at a size (short side in pixels) with some weights."""
     limits, model = limits or Limits(), entry.model
     image, patch = photo.image, model.config.patch_size
@@ -169,7 +169,7 @@ def point_at(pixel: tuple[int, int], size: tuple[int, int]) -> Point:
     return min(max(x, 0.0), 1.0), min(max(y, 0.0), 1.0)
 
 
-def measure(seen: Look, entry: Entry, cores: int) -> Times:
+def measure_times(seen: Look, entry: LoadedModel, cores: int) -> Times:
     """Time this photo at a budget, and the dense ViT beside it.
 
     They take turns, so that a slow moment of the machine hits both. A dense network that takes
@@ -197,15 +197,15 @@ def measure(seen: Look, entry: Entry, cores: int) -> Times:
     return Times(min(times["veca"]), entry.dense_ms[size])
 
 
-def costs(seen: Look, cores: int) -> Cost:
+def photo_cost(seen: Look, cores: int) -> Cost:
     """Interactions and FLOPs of this photo at a budget, beside the dense ViT's."""
     size = (seen.view.pixels.shape[2], seen.view.pixels.shape[3])
     return cost(seen.view.model.config, size, budget_of(seen, cores))
 
 
-def numbers_table(seen: Look, cores: int, times: Times) -> str:
+def costs_table(seen: Look, cores: int, times: Times) -> str:
     """Time, FLOPs and interactions beside the dense ViT's, as an HTML table."""
-    c = costs(seen, cores)
+    c = photo_cost(seen, cores)
     rows = [
         ("ms", times.veca, times.dense, "{:.1f}"),
         ("GFLOPs", c.veca.flops / 1e9, c.dense.flops / 1e9, "{:.2f}"),

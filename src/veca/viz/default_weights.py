@@ -18,7 +18,7 @@ FRESH = (
 )
 
 
-class Chosen(NamedTuple):
+class ShownModel(NamedTuple):
     """A model to look at."""
 
     name: str
@@ -27,16 +27,16 @@ class Chosen(NamedTuple):
     """Whether nothing has been learned: then pictures must say so."""
 
 
-def choose(weights: str | None = None, device: torch.device | str = "cpu") -> Chosen:
+def load_or_fresh(weights: str | None = None, device: torch.device | str = "cpu") -> ShownModel:
     """What `veca.load` finds under `weights`; by default the bundled tiny weights.
 
     Where there are none, fresh ones of that shape, the same each time.
     """
     if weights is None and find(DEFAULT_WEIGHTS) is None:
-        return Chosen(f"{DEFAULT_WEIGHTS}, fresh", fresh_model().to(device), True)
+        return ShownModel(f"{DEFAULT_WEIGHTS}, fresh", fresh_model().to(device), True)
     name = weights or DEFAULT_WEIGHTS
     model = load(name, device=device)
-    return Chosen(name, model, is_fresh(model))
+    return ShownModel(name, model, is_fresh(model))
 
 
 def fresh_model(name: str = DEFAULT_WEIGHTS) -> Veca:

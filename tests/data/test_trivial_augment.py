@@ -9,7 +9,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from data.pictures import picture
 from veca.data import sample_keys
-from veca.data.trivial import BINS, OPS, Draw, apply, draw
+from veca.data.trivial_augment import BINS, OPS, Draw, apply, draw
 
 ENHANCERS = {
     "Brightness": ImageEnhance.Brightness,

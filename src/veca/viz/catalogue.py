@@ -60,7 +60,7 @@ class Options:
         check_layers(model, self.layers)
 
 
-class Entry(NamedTuple):
+class NamedFigure(NamedTuple):
     """A figure: what it shows, and how it is drawn from views."""
 
     text: str
@@ -69,54 +69,54 @@ class Entry(NamedTuple):
     draw: Callable[[Sequence[View], Options], Figure]
 
 
-FIGURES: dict[str, Entry] = {
-    "features": Entry(
+FIGURES: dict[str, NamedFigure] = {
+    "features": NamedFigure(
         "dense features as colours, by budget and layer",
         True,
         lambda views, o: draw_features(
             views, o.cores, o.layers, method=o.method, seed=o.seed, overlay=o.overlay
         ),
     ),
-    "sizes": Entry(
+    "sizes": NamedFigure(
         "dense features at several image sizes",
         True,
         lambda views, o: draw_sizes(
             views, o.sizes, o.cores, method=o.method, seed=o.seed, overlay=o.overlay
         ),
     ),
-    "agreement": Entry(
+    "agreement": NamedFigure(
         "agreement of each patch with the full budget",
         True,
         lambda views, o: draw_agreement(views, o.cores),
     ),
-    "attention": Entry(
+    "attention": NamedFigure(
         "which cores look at which patch, layers x budgets",
         False,
         lambda views, o: draw_attention(
             views[0], o.cores, o.layers, kind=o.kind, method=o.method, seed=o.seed
         ),
     ),
-    "cores": Entry(
+    "cores": NamedFigure(
         "what single cores look at",
         False,
         lambda views, o: draw_single_cores(views[0], o.cores, o.which, o.layers, kind=o.kind),
     ),
-    "paths": Entry(
+    "paths": NamedFigure(
         "where the cores travel over the layers",
         False,
         lambda views, o: draw_paths(views[0], o.cores),
     ),
-    "states": Entry(
+    "states": NamedFigure(
         "the states of the cores layer by layer",
         False,
         lambda views, o: draw_states(views[0], o.cores, o.layers, method=o.method, seed=o.seed),
     ),
-    "similarity": Entry(
+    "similarity": NamedFigure(
         "what is like the whole image, and like a chosen patch",
         False,
         lambda views, o: draw_similarity(views[0], o.points, o.cores),
     ),
-    "numbers": Entry(
+    "numbers": NamedFigure(
         "spread, overlap, ways and redundancy of the cores as curves",
         True,
         lambda views, o: draw_numbers(measure(views, o.cores, kind=o.kind)),
@@ -134,7 +134,7 @@ def draw(name: str, views: View | Sequence[View], options: Options | None = None
     return [entry.draw(group, options) for group in groups]
 
 
-def find_figure(name: str) -> Entry:
+def find_figure(name: str) -> NamedFigure:
     if name not in FIGURES:
         raise InputError(f"unknown figure {suggest(str(name), FIGURES)}")
     return FIGURES[name]

@@ -14,7 +14,7 @@ import torch
 from veca.dense import DenseVit
 from veca.errors import WeightsError, suggest
 from veca.model import Veca
-from veca.viz.source import DEFAULT_WEIGHTS, fresh_model, is_fresh
+from veca.viz.default_weights import DEFAULT_WEIGHTS, fresh_model, is_fresh
 from veca.weights import available, load
 
 FRESH_NAME = "fresh tiny weights (random)"
@@ -22,7 +22,7 @@ _LOADED = 2  # models kept in memory
 
 
 @dataclass
-class Entry:
+class LoadedModel:
     """Loaded weights."""
 
     name: str
@@ -34,7 +34,7 @@ class Entry:
     """Its measured time by (height, width) in pixels."""
 
 
-class Shelf:
+class ModelCache:
     """Weights by name: those given, those on this machine, and fresh ones that say so.
 
     Of given paths only the last part is the name: visitors need not know the server's folders.
@@ -45,7 +45,7 @@ class Shelf:
         # The bundled ones first: they are what a slow machine can follow a slider with.
         here = sorted(available(), key=lambda name: name != DEFAULT_WEIGHTS)
         self._sources = _named([*given, *here])
-        self._loaded: OrderedDict[str, Entry] = OrderedDict()
+        self._loaded: OrderedDict[str, LoadedModel] = OrderedDict()
         self._lock = threading.RLock()
 
     @property
@@ -57,7 +57,7 @@ class Shelf:
         return self.names[0]
 
     @contextmanager
-    def use(self, name: str) -> Iterator[Entry]:
+    def use(self, name: str) -> Iterator[LoadedModel]:
         """Loaded weights, for this caller alone until the block ends.
 
         One at a time also keeps measured times free of other visitors' work.
@@ -72,14 +72,14 @@ class Shelf:
             self._loaded.move_to_end(name)
             yield self._loaded[name]
 
-    def _load(self, name: str) -> Entry:
+    def _load(self, name: str) -> LoadedModel:
         if name == FRESH_NAME:
             model = fresh_model(DEFAULT_WEIGHTS).to(self.device)
         else:
             model = load(self._sources[name], device=self.device)
         with torch.random.fork_rng(devices=[]):
             dense = DenseVit(model.config).to(self.device).eval()
-        return Entry(name, model, is_fresh(model), dense)
+        return LoadedModel(name, model, is_fresh(model), dense)
 
 
 def _named(sources: Sequence[str]) -> dict[str, str]:
