@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from veca.errors import ProbeError, suggest
+from veca.probe.cache import MemoryCache, memory_to_use
 from veca.probe.datasets import Dataset, find_dataset, open_dataset
-from veca.probe.kept import Kept, room
 from veca.probe.metrics import as_labels
 from veca.probe.protocol import Subset
 from veca.probe.schedule import generator
@@ -207,10 +207,10 @@ def hold_out(data: Data, labels: Tensor, share: float, seed: int) -> Tensor:
 
 def labels_of(
     read: Callable[[int], Tensor], device: torch.device | None = None
-) -> Kept[int, Tensor]:
+) -> MemoryCache[int, Tensor]:
     """Masks or depth by place, read from the disk once as far as memory allows, on a device."""
     place = device or torch.device("cpu")
-    return Kept(lambda i: read(i).to(place), room(place, _HELD_LABEL_BYTES))
+    return MemoryCache(lambda i: read(i).to(place), memory_to_use(place, _HELD_LABEL_BYTES))
 
 
 def read_mask(dataset: Dataset, i: int, size: Sequence[int]) -> Tensor:

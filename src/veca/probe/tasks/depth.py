@@ -16,12 +16,12 @@ from veca.errors import ProbeError
 from veca.probe import live, verify
 from veca.probe.augment import random_depth
 from veca.probe.backbone import Features
+from veca.probe.cache import MemoryCache
 from veca.probe.data import labels_of
 from veca.probe.datasets import Crop, Dataset
 from veca.probe.depth import DepthProbe, train
 from veca.probe.extract import DENSE, Stored, Want
 from veca.probe.intervals import mean_sums
-from veca.probe.kept import Kept
 from veca.probe.metrics import depth_errors, mean_of
 from veca.probe.protocol import Depth
 from veca.probe.schedule import batches
@@ -30,7 +30,7 @@ from veca.probe.views import crop_of, depth_view
 
 Sample = tuple[Image.Image, np.ndarray[Any, Any]]
 """An image and its depth."""
-Depths = Kept[int, Tensor]
+Depths = MemoryCache[int, Tensor]
 
 
 def depth(job: Job, settings: Depth) -> list[Outcome]:

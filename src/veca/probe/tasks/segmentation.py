@@ -16,11 +16,11 @@ from veca.errors import ProbeError
 from veca.probe import live, verify
 from veca.probe.augment import random_segment
 from veca.probe.backbone import Features
+from veca.probe.cache import MemoryCache
 from veca.probe.data import labels_of, read_mask
 from veca.probe.datasets import Dataset
 from veca.probe.extract import DENSE, Stored, Want
 from veca.probe.intervals import iou_sums
-from veca.probe.kept import Kept
 from veca.probe.metrics import Confusion
 from veca.probe.protocol import Segmentation
 from veca.probe.schedule import batches
@@ -30,7 +30,7 @@ from veca.probe.views import FrameView
 
 Sample = tuple[Image.Image, np.ndarray[Any, Any]]
 """An image and its mask."""
-Masks = Kept[int, Tensor]
+Masks = MemoryCache[int, Tensor]
 
 
 def segmentation(job: Job, settings: Segmentation) -> list[Outcome]:
