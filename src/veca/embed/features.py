@@ -31,7 +31,7 @@ from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
 from veca.embed.pipeline import DTYPES, Compute, batch_by_shape, compute_ahead, read_ahead
 from veca.embed.sources import Source, Sources, open_images, to_read
-from veca.embed.writers import Result, write_failures
+from veca.embed.writers import CollectionWriter, Result, write_failures
 from veca.embed.writers.files import FORMATS, NamedImage
 from veca.embed.writers.folder import FolderWriter
 from veca.embed.writers.single_file import SingleFileWriter
@@ -282,7 +282,11 @@ def _nbytes(reading: _Reading) -> int:
 
 
 def _sift(
-    readings: Iterable[_Reading], writer: _FileWriter, tally: _Tally, *, strict: bool
+    readings: Iterable[_Reading],
+    writer: CollectionWriter[NamedImage],
+    tally: _Tally,
+    *,
+    strict: bool,
 ) -> Iterator[_Image]:
     """The images that are there to be computed; the others are counted."""
     for item, reading in readings:

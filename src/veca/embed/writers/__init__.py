@@ -35,14 +35,18 @@ class Writer(Protocol[Item]):
     def add(self, results: Sequence[Result[Item]]) -> None:
         """Take results; perhaps they are written later, by another thread."""
 
-    def fail(self, item: Item, reason: str) -> None:
-        """Take note of an image that cannot be read."""
-
     def finish(self) -> None:
         """Called at the end of a run without errors: wait until everything is on the disk."""
 
     def close(self) -> None:
         """Called at the end of any run."""
+
+
+class CollectionWriter(Writer[Item], Protocol):
+    """One for collections, in which there are images that cannot be read."""
+
+    def fail(self, item: Item, reason: str) -> None:
+        """Take note of an image without a result."""
 
 
 class BackgroundWrites:

@@ -20,11 +20,11 @@ from torch import Tensor
 from veca.errors import ProbeError
 from veca.probe import live
 from veca.probe.augment import random_depth
+from veca.probe.cache import MemoryCache
 from veca.probe.data import labels_of
 from veca.probe.datasets import Crop, Dataset
 from veca.probe.extract import DENSE, DenseSample, Stored, Want
 from veca.probe.intervals import mean_sums
-from veca.probe.kept import Kept
 from veca.probe.metrics import depth_errors, mean_of
 from veca.probe.protocol import Depth
 from veca.probe.resize import bilinear
@@ -47,7 +47,7 @@ from veca.probe.views import crop_of, depth_view
 
 Sample = tuple[Image.Image, Array]
 """An image and its depth."""
-Depths = Kept[int, Tensor]
+Depths = MemoryCache[int, Tensor]
 
 
 class DepthTask:

@@ -19,11 +19,11 @@ from torch import Tensor
 from veca.errors import ProbeError
 from veca.probe import live
 from veca.probe.augment import random_segment
+from veca.probe.cache import MemoryCache
 from veca.probe.data import labels_of, read_mask
 from veca.probe.datasets import IGNORE_INDEX
 from veca.probe.extract import DENSE, DenseSample, Stored, Want
 from veca.probe.intervals import iou_sums
-from veca.probe.kept import Kept
 from veca.probe.metrics import Confusion
 from veca.probe.protocol import Segmentation
 from veca.probe.resize import argmax_at, bilinear
@@ -46,7 +46,7 @@ from veca.probe.views import FrameView, Tile
 
 Sample = tuple[Image.Image, Array]
 """An image and its mask."""
-Masks = Kept[int, Tensor]
+Masks = MemoryCache[int, Tensor]
 
 
 class SegmentationTask:
