@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test lint docs clean
+.PHONY: run test research-test lint docs clean
 
 run: $(VENV)/.installed
 	# One thread: on a busy machine several that wait for each other are many times slower.
@@ -11,6 +11,10 @@ run: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+research-test: $(VENV)/.installed-dev
+	# The laboratory, which gates nothing.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 research/tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
