@@ -1,6 +1,6 @@
 """Core attention on a GPU: one pass, two SDPA calls, dense flash, dense cuDNN; in one run.
 
-    PYTHONPATH=src python benchmarks/attention.py
+    python -m benchmarks attention
 
 Correctness first (against the float64 definition), then times under CUDA graphs over several
 input sets, so that neither launches nor the cache flatter anyone. Writes results/attention.csv.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from common import (
+from benchmarks.common import (
     capture,
     copy_bandwidth,
     peak_memory,
@@ -27,7 +27,7 @@ from common import (
     time_side_by_side,
     write_csv,
 )
-from rows import RESULTS
+from benchmarks.rows import RESULTS
 from veca import rope
 from veca.attention import core_attention
 
@@ -183,11 +183,12 @@ def measure_float32(batch: int, patches: int, cores: int) -> dict[str, object]:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--cores", type=int, nargs="+", default=[64, 8])
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     for cores in options.cores:
         check(cores)
@@ -205,7 +206,3 @@ def main() -> None:
     write_csv("attention", rows + single, options.out)
     print_table(single)
     print(f"copy bandwidth {peak:.2f} TB/s")
-
-
-if __name__ == "__main__":
-    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rows import RESULTS, others
+from benchmarks.rows import RESULTS, others, write_rows
 from veca._util.cuda import side_stream
-from veca._util.files import atomic_write
 from veca._util.memory import peak_tensor_memory
-from veca.bench import Plan, machine, take_turns
+from veca.bench import BenchPlan, machine, take_turns
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig, distill
 
@@ -40,7 +38,7 @@ def time_side_by_side(
     contenders: Mapping[str, Call], *, seconds: float = 0.6, rounds: int = 5
 ) -> dict[str, float]:
     """Median milliseconds of each contender; they take turns, so that all share slow moments."""
-    plan = Plan(device="cuda", repeats=rounds, seconds=seconds * len(contenders))
+    plan = BenchPlan(device="cuda", repeats=rounds, seconds=seconds * len(contenders))
     return {name: statistics.median(ms) for name, ms in take_turns(contenders, plan).items()}
 
 
@@ -96,14 +94,8 @@ def write_csv(
     columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
     path = folder / f"{name}.csv"
     kept = others(path, key, rows) if key else []
-    with atomic_write(path, "w") as file:
-        table = csv.DictWriter(file, columns, lineterminator="\n", restval="")
-        table.writeheader()
-        table.writerows(kept)
-        for row in rows:
-            cells = {k: f"{v:.5g}" if isinstance(v, float) else v for k, v in row.items()}
-            table.writerow({**cells, **facts})
-    return path
+    cells = [{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
+    return write_rows(path, [*kept, *({**row, **facts} for row in cells)], columns)
 
 
 def print_table(rows: Sequence[dict[str, object]]) -> None:

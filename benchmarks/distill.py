@@ -1,6 +1,6 @@
 """Throughput of distillation on one GPU: teacher in the loop, seeing the same augmented pixels.
 
-    PYTHONPATH=src python benchmarks/distill.py
+    python -m benchmarks distill
 
 The student is `small` at 192 px, blocks compiled, NorMuon, images in the GPU's memory (random
 pixels: only speed is measured here). Each teacher's run is put beside the student alone (a teacher
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from common import distill_whole, print_table, random_images, write_csv
-from rows import RESULTS
+from benchmarks.common import distill_whole, print_table, random_images, write_csv
+from benchmarks.rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig, read_metrics
 from veca.teachers import CallableTeacher, Teacher, load_teacher
@@ -99,11 +99,12 @@ def teacher_speed(teacher: Teacher) -> float:
     return rounds * BATCH / (time.perf_counter() - start)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--teachers", nargs="+", default=["efficientnet-lite2", "dinov3-vits16"])
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     images = random_images(256, DEVICE)
     rows: list[dict[str, object]] = []
@@ -131,7 +132,3 @@ def main() -> None:
         write_csv("distill", rows, options.out)
         torch._dynamo.reset()
     print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

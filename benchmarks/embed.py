@@ -1,6 +1,6 @@
 """Throughput and memory of `veca embed` on a CPU, beside the bare model and the bare decoder.
 
-    PYTHONPATH=src python benchmarks/embed.py
+    python -m benchmarks embed
 
 Small JPEG files are made, and fresh tiny weights. Then, each in a process of its own:
 
@@ -37,13 +37,13 @@ import torch
 from PIL import Image
 
 import veca
-from common import write_csv
-from rows import RESULTS
-from veca.collections import embed
-from veca.collections.compute import Decoder
-from veca.collections.settings import Settings
+from benchmarks.common import write_csv
+from benchmarks.rows import RESULTS, ROOT
 from veca.data.pool import ordered_map
 from veca.data.sources import open_source
+from veca.embed import embed
+from veca.embed.settings import Settings
+from veca.embed.shards import Decoder
 
 Row = dict[str, object]
 TURN = 2.0
@@ -224,9 +224,15 @@ def race(folder: Path, arguments: list[str]) -> list[Contender]:
     environment = {**os.environ, "VECA_CACHE": str(folder / "cache")}
     contenders = []
     for name in CONTENDERS:
-        command = [sys.executable, __file__, *arguments, "--only", name, "--folder", str(folder)]
+        command = [sys.executable, "-m", "benchmarks", "embed", *arguments, "--only", name]
+        command += ["--folder", str(folder)]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
         os.killpg(process.pid, signal.SIGSTOP)
         contenders.append(Contender(name, process))
@@ -243,8 +249,7 @@ def race(folder: Path, arguments: list[str]) -> list[Contender]:
     return contenders
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--side", type=int, default=96, help="pixels, of files and for the model")
     parser.add_argument("--cores", type=int, default=32)
@@ -253,7 +258,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     if options.only:
         run_one(options.only, options.folder, options)
         return
@@ -263,13 +270,19 @@ def main() -> None:
         veca.save(veca.create_model("veca_tiny_patch16"), folder / "weights")
         make_images(folder / "images", options.images, options.side)
         before = os.getloadavg()[0]
-        contenders = race(folder, sys.argv[1:])
+        contenders = race(folder, _words(options))
     results = {contender.name: contender.result() for contender in contenders}
     rows = [summary(results, contenders[0].memory, options, before)]
     write_csv("embed", rows, options.out, device="cpu")
     write_csv("embed_memory", contenders[0].memory, options.out, device="cpu")
     for key, value in rows[0].items():
         print(f"{key:>32}  {value:.4g}" if isinstance(value, float) else f"{key:>32}  {value}")
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """The command line of a contender: what all of them share."""
+    names = ("images", "side", "cores", "batch", "threads")
+    return [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
 
 
 def summary(
@@ -299,7 +312,3 @@ def memory_by_quarter(together: list[float]) -> Row:
     quarters = np.array_split(np.array(together), 4)
     medians = {f"memory quarter {i} MiB": float(np.median(q)) for i, q in enumerate(quarters, 1)}
     return {**medians, "memory peak MiB": max(together)}
-
-
-if __name__ == "__main__":
-    main()

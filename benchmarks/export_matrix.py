@@ -1,6 +1,6 @@
 """How far exported files are from the model: every preset, budget, size and batch.
 
-    OMP_NUM_THREADS=1 python benchmarks/export_matrix.py
+    OMP_NUM_THREADS=1 python -m benchmarks export_matrix
 
 Fresh weights of every preset (each parameter moved by normal noise of 0.02, so that zeros and ones
 hide nothing) are exported, and every file runs beside the float32 model on normal noise. Rows are
@@ -11,38 +11,36 @@ cores take hours, most of them for `large`.
 from __future__ import annotations
 
 import argparse
-import csv
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.rows import RESULTS, read_csv, write_rows
 from veca import PRESETS, Veca, create_model
-from veca._util.files import atomic_write
 from veca.bench import machine
 from veca.export import ANY, FORMATS, Exported, export_model
 
-RESULTS = Path(__file__).parent / "results" / "export.csv"
 SIZES = ((224, 224), (256, 384), (512, 512), (1024, 768))
 BUDGETS: tuple[int | str, ...] = (1, 8, 64, ANY)
-COMMAND = "OMP_NUM_THREADS=1 python benchmarks/export_matrix.py"
+COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks export_matrix"
 KEY = ("preset", "format", "dtype", "file_cores")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--cores", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    parser.add_argument("--out", type=Path, default=RESULTS / "export.csv")
 
-    rows = _read(args.out)
+
+def run(args: argparse.Namespace) -> None:
+    rows: list[dict[str, Any]] = [*read_csv(args.out)] if args.out.is_file() else []
     done = {tuple(row[name] for name in KEY) for row in rows}
     for to in args.formats.split(","):
         for preset in args.presets.split(","):
@@ -54,7 +52,7 @@ def main() -> None:
                 print(f"{time.strftime('%H:%M:%S')} {preset} {to} {budget}", flush=True)
                 cores = budget if budget == ANY else int(budget)
                 rows += measure(model, preset, to, cores, args.dtype)
-                _write(args.out, rows)
+                write_rows(args.out, rows)
     worst = max(float(row["max_difference"]) for row in rows)
     print(f"{len(rows)} checks, the largest difference is {worst:.2e}; wrote {args.out}")
 
@@ -101,21 +99,3 @@ def _rows(entry: Exported, preset: str, seconds: float) -> Iterable[dict[str, An
             "command": COMMAND,
             **facts,
         }
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    with atomic_write(path, "w") as file:
-        table = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        table.writeheader()
-        table.writerows(rows)
-
-
-if __name__ == "__main__":
-    main()

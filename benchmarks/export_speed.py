@@ -1,6 +1,6 @@
 """Exported files beside their model, on a CPU: is an open budget as fast as a fixed one?
 
-    PYTHONPATH=src python benchmarks/export_speed.py
+    python -m benchmarks export_speed
 
 The shipped tiny weights, one image, one thread for each contender; they take turns, and the median
 counts. Writes results/export_speed.csv.
@@ -20,8 +20,8 @@ import onnxruntime as ort
 import torch
 
 import veca
-from common import print_table, write_csv
-from veca.bench import Plan, take_turns
+from benchmarks.common import print_table, write_csv
+from veca.bench import BenchPlan, take_turns
 from veca.export import ANY, export_model
 
 
@@ -34,12 +34,13 @@ def one_thread(file: Path, *inputs: np.ndarray) -> Callable[[], object]:
     return lambda: session.run(None, feed)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pixels", type=int, default=512)
     parser.add_argument("--cores", default="8,64")
     parser.add_argument("--seconds", type=float, default=30.0, help="for each budget")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     model = veca.load("veca_tiny_patch16")
     images = torch.randn(1, 3, options.pixels, options.pixels)
@@ -53,12 +54,8 @@ def main() -> None:
                 "fixed budget ms": one_thread(one_budget.path, images.numpy()),
                 "open budget ms": one_thread(any_budget.path, images.numpy(), np.array(cores)),
             }
-            times = take_turns(contenders, Plan(seconds=options.seconds))
+            times = take_turns(contenders, BenchPlan(seconds=options.seconds))
             medians = {name: statistics.median(ms) for name, ms in times.items()}
             rows.append({"pixels": options.pixels, "cores": cores, "threads": 1, **medians})
     write_csv("export_speed", rows, device="cpu")
     print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

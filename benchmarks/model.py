@@ -1,6 +1,6 @@
 """Whole networks of ViT-B/16 size: VECA's engine against a compiled dense DINOv3-B, in one run.
 
-    PYTHONPATH=src python benchmarks/model.py
+    python -m benchmarks model
 
 Both in bfloat16, blocks compiled, one CUDA graph a shape; the dense model with the faster of its
 two fused attentions. Writes results/model.csv.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import veca
-from common import (
+from benchmarks.common import (
     capture,
     matmul_rate,
     peak_memory,
@@ -27,7 +27,7 @@ from common import (
     time_side_by_side,
     write_csv,
 )
-from rows import RESULTS
+from benchmarks.rows import RESULTS
 
 SHAPES = ((1, 256), (64, 256), (16, 512), (8, 1024), (1, 2048), (2, 2048))
 BUDGETS = (8, 64)
@@ -109,11 +109,12 @@ def measure(
     return row | {"matmul TFLOP/s": rate}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--shapes", nargs="+", default=[f"{b}x{s}" for b, s in SHAPES])
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     torch._dynamo.config.cache_size_limit = 64
     model = veca.create_model("base").cuda().eval()
@@ -128,7 +129,3 @@ def main() -> None:
         print_table(rows[-1:])
         write_csv("model", rows, options.out)
     print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

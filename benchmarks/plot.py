@@ -1,18 +1,19 @@
 """The plots of README and docs, from the results files: speed, memory, scores, agreement.
 
-PYTHONPATH=src python benchmarks/plot.py
+python -m benchmarks plot
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rows import read
-from scores import (
+from benchmarks.rows import read
+from benchmarks.scores import (
     CONTROL,
     DRAWN,
     NAMES,
@@ -34,7 +35,7 @@ def dense_ms(row: dict[str, str]) -> float:
     return min(float(row["dense flash ms"]), float(row["dense cuDNN ms"]))
 
 
-def model_plot() -> None:
+def model_plot() -> Figure:
     rows = read("model")
     sizes = {(int(r["batch"]), int(r["pixels"])): r for r in rows}
     shapes = [s for s in ((64, 256), (16, 512), (8, 1024), (2, 2048)) if s in sizes]
@@ -74,10 +75,10 @@ def model_plot() -> None:
     middle.grid(alpha=0.3)
     middle.legend()
     figure.suptitle(f"ViT-B/16 size, bfloat16, {rows[0]['gpu']}, torch {rows[0]['torch']}")
-    save(figure, "gpu-model.png")
+    return figure
 
 
-def attention_plot() -> None:
+def attention_plot() -> Figure:
     rows = [r for r in read("attention") if r["dtype"] == "bfloat16" and r["cores"] == "64"]
     names = ("one pass, rotating", "one pass", "two SDPA, rotating", "two SDPA", "dense cuDNN")
     colours = ("#0072B2", "#56B4E9", "#E69F00", "#F0C000", "black")
@@ -95,16 +96,16 @@ def attention_plot() -> None:
     axis.set_title(
         f"core attention, 12 heads of 64, 64 cores, bfloat16, {rows[0]['gpu']}", fontsize=11
     )
-    save(figure, "gpu-attention.png")
+    return figure
 
 
 STUDENTS = {SMALL: "#0072B2", TINY: "#E69F00"}
 LINES = {TEACHER: ("#009E73", ":"), CONTROL: ("black", "--")}
 
 
-def budget_plot() -> None:
+def budget_plot() -> Figure:
     """Every probe against the budget: the students' curves, the others' levels."""
-    rows = [*read("probes"), *dense_control(), *read(f"intervals/{ROOMS}")]
+    rows = [*read("probes/shipped"), *dense_control(), *read(f"probes/intervals/{ROOMS}")]
     figure = Figure(figsize=(16.5, 3.6), layout="constrained")
     for axis, (probe, (title, metric)) in zip(
         figure.subplots(1, len(DRAWN)), DRAWN.items(), strict=True
@@ -126,7 +127,7 @@ def budget_plot() -> None:
         axis.grid(alpha=0.3)
     lines, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(lines, names, loc="outside lower center", ncols=len(names), fontsize=9)
-    save(figure, "results-budget.png")
+    return figure
 
 
 def _bars(axis: Axes, name: str, probe: str, scores: dict[int, float], colour: str) -> None:
@@ -148,7 +149,7 @@ def _labelled(name: str) -> str:
     return f"{NAMES[name]}{seen}"
 
 
-def size_plot() -> None:
+def size_plot() -> Figure:
     """Agreement with the teacher against the size of the image."""
     rows = read("agreement")
     figure = Figure(figsize=(9, 3.4), layout="constrained")
@@ -171,7 +172,7 @@ def size_plot() -> None:
         axis.set_ylim(0.4, 0.8)
         axis.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
-    save(figure, "results-sizes.png")
+    return figure
 
 
 def _pixels(axis: Axes, pixels: Sequence[int]) -> None:
@@ -188,13 +189,17 @@ def _log(axis: Axes, pixels: list[int], label: str) -> None:
     axis.grid(alpha=0.3)
 
 
-def save(figure: Figure, name: str) -> None:
-    with atomic_write(IMAGES / name) as file:
-        figure.savefig(file, format="png", dpi=110)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, default=IMAGES)
 
 
-if __name__ == "__main__":
-    model_plot()
-    attention_plot()
-    budget_plot()
-    size_plot()
+def run(options: argparse.Namespace) -> None:
+    figures = {
+        "gpu-model": model_plot,
+        "gpu-attention": attention_plot,
+        "results-budget": budget_plot,
+        "results-sizes": size_plot,
+    }
+    for name, draw in figures.items():
+        with atomic_write(options.out / f"{name}.png") as file:
+            draw().savefig(file, format="png", dpi=110)

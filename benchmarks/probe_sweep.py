@@ -1,6 +1,6 @@
 """How long the quick sweep takes: Pets, k-NN and linear, eight budgets; then again from the cache.
 
-    python benchmarks/probe_sweep.py --pets data/oxford-pets --threads 2
+    python -m benchmarks probe_sweep --pets data/oxford-pets --threads 2
 
 Two runs of one `veca probe` command, each in a process of its own, start of Python included; the
 second finds the features of the first in the cache. Wall time is for an idle machine; CPU time
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 import veca
-from common import print_table, write_csv
-from rows import RESULTS
+from benchmarks.common import print_table, write_csv
+from benchmarks.rows import RESULTS
 from veca.probe import read_run
 
 TASKS = ("knn", "linear")
@@ -33,15 +33,16 @@ BUDGETS = "8,16,...,64"
 OUTPUT_WIDTH = 1280
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pets", type=Path, required=True, help="folder of Oxford-IIIT Pet")
     parser.add_argument("--weights", help="a folder of weights; by default fresh ones of `tiny`")
     parser.add_argument("--cores", default=BUDGETS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         weights = options.weights or _fresh(Path(scratch, "tiny"))
         rows = [_measure(which, weights, options, Path(scratch)) for which in ("first", "again")]
@@ -91,7 +92,3 @@ def _measure(
         "features_s": sum(run.seconds["features"] for run in runs),
         "scores": [run.score(row) for run in runs for row in run.rows],
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Passes of distillation recorded as CUDA graphs beside the same passes launched by the host.
 
-    PYTHONPATH=src python benchmarks/recorded.py
+    python -m benchmarks recorded
 
 Whole steps at one size with C = 32: EfficientNet-Lite2 in the loop, blocks compiled, NorMuon, the
 images in the GPU's memory (random pixels: only speed is measured here). Launched and recorded take
@@ -19,12 +19,13 @@ from pathlib import Path
 
 import torch
 
-from common import print_table, random_images, write_csv
-from rows import RESULTS
+from benchmarks.common import print_table, random_images, write_csv
+from benchmarks.rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig
-from veca.distill.loop import Run
+from veca.distill.loop import TrainingRun
 from veca.distill.parallel import World, own_torch_state
+from veca.distill.step import training_step
 from veca.teachers import Teacher, load_teacher
 
 CORES, WARM_UP, STEPS, ROUNDS = 32, 4, 15, 3
@@ -55,12 +56,12 @@ def stepping(
     """A function that makes one step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(device=torch.device("cuda", torch.cuda.current_device()))
-        run = Run(config, Path(folder) / "run", world, images, None, [teacher], False, None)
+        run = TrainingRun(config, Path(folder) / "run", world, images, None, [teacher], False, None)
         steps = iter(run.plan.from_step(0))
 
         def step() -> None:
             planned = next(steps)
-            run.cohort.step(planned, run.loader.batch(planned.number))
+            training_step(run.group, planned, run.loader.batch(planned.number))
 
         try:
             yield step
@@ -104,13 +105,14 @@ def compare(
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--students", nargs="+", default=["small+tiny", "small", "tiny"])
     parser.add_argument("--size", type=int, default=192)
     parser.add_argument("--batch", type=int, default=512)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     images = random_images(224, device)
@@ -121,7 +123,3 @@ def main() -> None:
             rows.append(compare(students, options.size, options.batch, images, teacher))
             write_csv("recorded", rows, options.out)
     print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,6 +6,8 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from veca._util.files import atomic_write
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -13,16 +15,28 @@ Rows = list[dict[str, str]]
 
 
 def read(source: str) -> Rows:
-    """The rows of a results file, or of all below a folder, with its folder's name as `probe`."""
-    if not (RESULTS / source).is_dir():
-        return read_csv(RESULTS / f"{source}.csv")
-    files = sorted((RESULTS / source).glob("**/results.csv"))
-    return [{**row, "probe": file.parent.name} for file in files for row in read_csv(file)]
+    """The rows of a results file; of "probes/RECORDS" those of the records whose names begin so."""
+    name, _, records = source.partition("/")
+    rows = read_csv(RESULTS / f"{name}.csv")
+    return (
+        [row for row in rows if f"{row['record']}/".startswith(f"{records}/")] if records else rows
+    )
 
 
 def read_csv(path: Path) -> Rows:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def write_rows(
+    path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[str] | None = None
+) -> Path:
+    """A results file, whole or not at all; cells that a row does not have are empty."""
+    with atomic_write(path, "w") as file:
+        table = csv.DictWriter(file, columns or list(rows[0]), lineterminator="\n", restval="")
+        table.writeheader()
+        table.writerows(rows)
+    return path
 
 
 def others(path: Path, key: str, fresh: Sequence[Mapping[str, object]]) -> Rows:

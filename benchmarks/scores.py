@@ -1,11 +1,11 @@
 """Tables of what the weights reach: probes, budgets, the dense control, goals.
 
-Results of the shipped weights are in results/probes; those of the controlled experiment, in which
-VECA and a dense ViT learn from the same batches, in results/control, by the run whose weights they
-are of (unless they are shipped); those of the depth probe with other seeds in results/seeds; in
-results/intervals the shipped weights and the teacher once more, on one machine, with intervals, and
-there alone depth in the rooms of NYUv2; in results/blind what is scored without a look at images;
-in results/few what is left with fewer cores than were trained, on a part of Pets.
+Scores are in results/probes.csv, by the name of their record: `shipped` has those of the shipped
+weights; `control` those of the controlled experiment, in which VECA and a dense ViT learn from the
+same batches, by the run whose weights they are of (unless they are shipped); `seeds` those of the
+depth probe with other seeds; `intervals` the shipped weights and the teacher once more, on one
+machine, with intervals, and there alone depth in the rooms of NYUv2; `blind` what is scored without
+a look at images; `few` what is left with fewer cores than were trained, on a part of Pets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rows import Rows, read, table
+from benchmarks.rows import Rows, read, table
 from veca.weights import read_provenance
 
 PROBES = {
@@ -98,7 +98,7 @@ def probes_short(rows: Rows) -> str:
 
 def _every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> str:
     """The shipped weights at these budgets, after others without budgets."""
-    scores = _scores([*read("blind"), *dense_control(), *rows])
+    scores = _scores([*read("probes/blind"), *dense_control(), *rows])
     lines = [(name, "") for name in beside]
     lines += [(name, cores) for name in (SMALL, TINY) for cores in budgets]
     return table(
@@ -116,7 +116,7 @@ def _every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> s
 
 def dense_control() -> Rows:
     """The records of the dense ViT that has gone the way of the shipped small."""
-    return [r for r in read(f"control/{CONTROLLED.dense}") if r["backbone"] == CONTROL]
+    return [r for r in read(f"probes/control/{CONTROLLED.dense}") if r["backbone"] == CONTROL]
 
 
 def control(_: Rows) -> str:
@@ -206,7 +206,7 @@ def interval_ends(of: str = "") -> dict[tuple[str, str, str], tuple[float, float
     low, high = (f"{of}_{end}".lstrip("_") for end in ("low", "high"))
     return {
         (r["backbone"], r["cores"], r["probe"]): (float(r[low]), float(r[high]))
-        for r in read("intervals")
+        for r in read("probes/intervals")
         if r[low]
     }
 
@@ -255,7 +255,9 @@ def few(rows: Rows) -> str:
 
 def seeds(rows: Rows) -> str:
     """RMSE of depth of the shipped weights by the seed of the probe, 0 in other tables."""
-    return _by_seed([*read("probes"), *rows], [(x, c) for x in (SMALL, TINY) for c in BUDGETS])
+    return _by_seed(
+        [*read("probes/shipped"), *rows], [(x, c) for x in (SMALL, TINY) for c in BUDGETS]
+    )
 
 
 def controlled_seeds(rows: Rows) -> str:
@@ -287,7 +289,7 @@ def _scores(rows: Rows) -> Scores:
 
 def _beside(run: str) -> Scores:
     """Those of the controlled experiment after one of its runs."""
-    return _scores(read("probes" if run == SHIPPED else f"control/{run}"))
+    return _scores(read("probes/shipped" if run == SHIPPED else f"probes/control/{run}"))
 
 
 def _ratio(probe: str, ours: float, theirs: float) -> float:
@@ -344,7 +346,7 @@ def goals(rows: Rows) -> str:
         name: [scores[name, "8", p] / scores[name, "64", p] for p in CLASSIFICATION]
         for name in (SMALL, TINY)
     }
-    rooms_too = {**scores, **_scores(read(f"intervals/{ROOMS}"))}
+    rooms_too = {**scores, **_scores(read(f"probes/intervals/{ROOMS}"))}
     falling = {
         title.split(",")[0]: [
             NAMES[name] for name in (SMALL, TINY) if not _rises(rooms_too, name, probe, metric)
@@ -418,3 +420,60 @@ def _rises(scores: Scores, name: str, probe: str, metric: str) -> bool:
     steps = [scores[name, cores, probe] for cores in BUDGETS]
     steps = [-x for x in steps] if metric == "rmse" else steps
     return all(a < b for a, b in itertools.pairwise(steps))
+
+
+# ---------------------------------------------------- what the students were asked on the way
+
+
+def agreement(rows: Rows) -> str:
+    columns = [(SMALL, "8"), (SMALL, "64"), (TINY, "8"), (TINY, "64"), (CONTROL, "")]
+    found = {(r["weights"], r["cores"], r["size"]): r for r in rows}
+    return table(
+        ["pixels", *(f"{NAMES[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
+        [
+            [
+                size,
+                *(" / ".join(cosines(found[n, c, size])[:2]) for n, c in columns),
+            ]
+            for size in dict.fromkeys(r["size"] for r in rows)
+        ],
+    )
+
+
+def positions(rows: Rows) -> str:
+    names = sorted({r["weights"] for r in rows}, key=list(NAMES).index)
+    found = {(r["weights"], r["coordinates"]): r for r in rows}
+    called = first_names()
+    return table(
+        ["coordinates of the patches", *(called[name] for name in names)],
+        [
+            [
+                what if what == "shuffled" else f"x {float(what):g}",
+                *(" / ".join(cosines(found[name, what])[:2]) for name in names),
+            ]
+            for what in dict.fromkeys(r["coordinates"] for r in rows)
+        ],
+    )
+
+
+def routing(rows: Rows) -> str:
+    """The dense cosine at the last step, of every seed."""
+    last = max(rows, key=lambda r: int(r["step"]))["step"]
+    rows = [r for r in rows if r["step"] == last]
+    seeds = sorted({r["seed"] for r in rows}, key=int)
+    found = {(r["student"], r["cores"], r["seed"]): r for r in rows}
+    return table(
+        ["", "cores", *(f"seed {seed}" for seed in seeds)],
+        [
+            [name, cores, *(f"{float(found[name, cores, s]['dense_cos']):.3f}" for s in seeds)]
+            for name, cores in dict.fromkeys((r["student"], r["cores"]) for r in rows)
+        ],
+    )
+
+
+def cosines(row: dict[str, str]) -> tuple[str, str, str]:
+    return (
+        f"{float(row['cls_cos']):.3f}",
+        f"{float(row['dense_cos']):.3f}",
+        f"{100 * float(row['agree']):.0f} %",
+    )

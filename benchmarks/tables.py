@@ -1,6 +1,6 @@
 """Markdown tables from the results files, put where the documents ask for them.
 
-    PYTHONPATH=src python benchmarks/tables.py
+    python -m benchmarks tables
 
 A document asks with a pair of comments, `<!-- table: model -->` and `<!-- end table -->`; what
 stands between them is written here and nowhere else. The tests check that nothing is stale.
@@ -8,13 +8,13 @@ stands between them is written here and nowhere else. The tests check that nothi
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-import learning
-import scores
-from rows import ROOT, Rows, number, read, table
+from benchmarks import scores
+from benchmarks.rows import ROOT, Rows, number, read, table
 from veca._util.files import atomic_write_text
 
 DOCUMENTS = (
@@ -27,12 +27,14 @@ DOCUMENTS = (
             "export",
             "performance",
             "results",
-            "training-log",
         )
     ),
     "weights/veca_small_patch16/README.md",
     "src/veca/assets/weights/veca_tiny_patch16/README.md",
 )
+Table = tuple[str, Callable[[Rows], str]]
+"""The main source of a table, as `read` takes it, and what makes it."""
+
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
@@ -201,17 +203,7 @@ def export_speed(rows: Rows) -> str:
     )
 
 
-def _stage(students: dict[str, tuple[str, str]], by: str) -> Callable[[Rows], str]:
-    """A table of students, each a run and a name in it, by "samples" or by "size"."""
-    return partial(learning.stage, students=students, by=by)
-
-
-def _means(run: str, **before: str) -> Callable[[Rows], str]:
-    """A table of small and tiny of a run beside those shipped before, by their runs."""
-    return partial(learning.means, run=run, before=before)
-
-
-TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
+TABLES: dict[str, Table] = {
     "model": ("model", model),
     "attention": ("attention", attention),
     "attention-backward": ("attention", attention_backward),
@@ -221,84 +213,56 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "cpu": ("cpu", cpu),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
-    "probes": ("probes", scores.probes),
-    "probes-short": ("probes", scores.probes_short),
-    "control": ("control", scores.control),
-    "controlled": ("control", scores.controlled),
-    "costs": ("control", scores.costs),
-    "gains": ("probes", scores.gains),
-    "budgets": ("probes", scores.budgets),
-    "intervals": ("intervals", scores.intervals),
-    "few": ("few", scores.few),
-    "rooms": ("intervals", scores.rooms),
-    "seeds": ("seeds", scores.seeds),
-    "controlled-seeds": (f"control/{scores.SECOND[0].dense}", scores.controlled_seeds),
-    "agreement": ("agreement", learning.agreement),
-    "goals": ("probes", scores.goals),
-    "positions": ("positions", learning.positions),
-    "routing": ("routing", learning.routing),
-    "teacher-sizes": ("teacher_sizes", learning.teacher_sizes),
-    "stage-1": ("training", _stage(learning.controlled("coco-1"), "samples")),
-    "stage-2": ("training", _stage(learning.controlled("coco-2"), "size")),
-    "search": ("training", learning.search),
-    "stage-1-longer": ("training", _stage(learning.apart("small-1", "tiny-1"), "samples")),
-    "stage-2-longer": ("training", _stage(learning.apart("small-2", "tiny-2"), "size")),
-    "dense-longer": (
-        "training",
-        _stage(learning.controlled_apart("small-1", "dense-1"), "samples"),
-    ),
-    "dense-longer-sizes": (
-        "training",
-        _stage(learning.controlled_apart("small-2", "dense-2"), "size"),
-    ),
-    "pair-1": ("training", _stage(learning.pair("pair-1"), "samples")),
-    "pair-2": ("training", _stage(learning.pair("pair-2"), "size")),
-    "stage-1-further": ("training", _stage(learning.siblings("further-1"), "samples")),
-    "stage-2-further": ("training", _stage(learning.siblings("further-2"), "size")),
-    "at-192": ("training", _stage(learning.siblings("at192"), "samples")),
-    "at-192-sizes": ("training", _stage(learning.siblings("at192-sizes"), "size")),
-    "on-192": ("training", _stage(learning.siblings("on192"), "samples")),
-    "on-192-sizes": ("training", _stage(learning.siblings("on192-sizes"), "size")),
-    "again-1": ("training", _stage(learning.siblings("again-1"), "samples")),
-    "again-2": ("training", _stage(learning.siblings("again-2"), "size")),
-    "again-means": ("training", _means("again-2", small="on192-sizes", tiny="on192-sizes")),
-    "again-192": ("training", _stage(learning.siblings("again192"), "samples")),
-    "again-192-sizes": ("training", _stage(learning.siblings("again192-sizes"), "size")),
-    "dense-again-1": (
-        "training",
-        _stage(learning.controlled_apart("again-1", "dense-again-1"), "samples"),
-    ),
-    "dense-again-2": (
-        "training",
-        _stage(learning.controlled_apart("again-2", "dense-again-2"), "size"),
-    ),
-    "dense-192": ("training", _stage(learning.controlled_apart("again192", "dense192"), "samples")),
-    "dense-192-sizes": (
-        "training",
-        _stage(learning.controlled_apart("again192-sizes", "dense192-sizes"), "size"),
-    ),
-    "again-192-means": (
-        "training",
-        _means("again192-sizes", small="on192-sizes", tiny="again-2"),
-    ),
-    "basis": ("basis", learning.basis),
-    "first-core": ("first_core", learning.first_core),
-    "by-heart": ("by_heart", learning.by_heart),
+    "probes": ("probes/shipped", scores.probes),
+    "probes-short": ("probes/shipped", scores.probes_short),
+    "control": ("probes/control", scores.control),
+    "controlled": ("probes/control", scores.controlled),
+    "costs": ("probes/control", scores.costs),
+    "gains": ("probes/shipped", scores.gains),
+    "budgets": ("probes/shipped", scores.budgets),
+    "intervals": ("probes/intervals", scores.intervals),
+    "few": ("probes/few", scores.few),
+    "rooms": ("probes/intervals", scores.rooms),
+    "seeds": ("probes/seeds", scores.seeds),
+    "controlled-seeds": (f"probes/control/{scores.SECOND[0].dense}", scores.controlled_seeds),
+    "agreement": ("agreement", scores.agreement),
+    "goals": ("probes/shipped", scores.goals),
+    "positions": ("positions", scores.positions),
+    "routing": ("routing", scores.routing),
 }
-"""Name -> the main results file, or the folder of them, and what makes the table."""
 
 
 def filled(text: str) -> str:
     """A document with its tables as the results files have them."""
+    return fill(text, TABLES, read)
 
-    def fill(match: re.Match[str]) -> str:
-        source, build = TABLES[match[2]]
+
+def fill(text: str, tables: Mapping[str, Table], read: Callable[[str], Rows]) -> str:
+    """A document with these tables where it asks for them; `read` finds the rows of a source."""
+
+    def one(match: re.Match[str]) -> str:
+        source, build = tables[match[2]]
         return match[1] + build(read(source)) + match[3]
 
-    return _BLOCK.sub(fill, text)
+    return _BLOCK.sub(one, text)
 
 
-if __name__ == "__main__":
-    for name in DOCUMENTS:
-        path = ROOT / name
-        atomic_write_text(path, filled(path.read_text(encoding="utf-8")))
+def update(documents: Mapping[Path, str], *, check: bool) -> int:
+    """Write documents whose text has changed, or with `check` only name them; the exit status."""
+    stale = [p for p, text in documents.items() if p.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if not check:
+            atomic_write_text(path, documents[path])
+        print(f"{path.relative_to(ROOT)}: {'stale' if check else 'written'}")
+    return 1 if check and stale else 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if any is stale")
+
+
+def run(options: argparse.Namespace) -> int:
+    paths = [ROOT / name for name in DOCUMENTS]
+    return update(
+        {path: filled(path.read_text(encoding="utf-8")) for path in paths}, check=options.check
+    )

@@ -1,6 +1,6 @@
 """A training step of the student: the fast path against eager SDPA, in one run.
 
-    PYTHONPATH=src python benchmarks/train.py
+    python -m benchmarks train
 
 Forward, backward and AdamW of `base` under bfloat16 autocast. "fast" takes the Triton attention
 and compiled blocks; "sdpa" is the same model, eager, on two SDPA calls. Writes results/train.csv.
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 import veca
-from common import peak_memory, print_table, time_side_by_side, write_csv
-from rows import RESULTS
+from benchmarks.common import peak_memory, print_table, time_side_by_side, write_csv
+from benchmarks.rows import RESULTS
 
 SHAPES = ((128, 256), (16, 768))
 
@@ -43,10 +43,11 @@ def stepper(batch: int, size: int, *, fast: bool) -> Callable[[], torch.Tensor]:
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     rows = []
     for batch, size in SHAPES:
         torch._dynamo.reset()
@@ -73,7 +74,3 @@ def main() -> None:
         del steps
         torch.cuda.empty_cache()
     print_table(rows)
-
-
-if __name__ == "__main__":
-    main()

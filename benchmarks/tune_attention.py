@@ -1,6 +1,6 @@
 """Tune the Triton kernels of core attention on the GPU at hand.
 
-    PYTHONPATH=src python benchmarks/tune_attention.py [--parts check,forward] [--cores 64,8]
+    python -m benchmarks tune_attention [--parts check,forward] [--cores 64,8]
 
 First the kernels are compared with a float64 definition, in poisoned memory. Then every launch in
 the grids below is timed on every shape: CUDA graphs over several input sets, so that neither
@@ -8,13 +8,12 @@ launches nor the cache flatter anyone; medians; bytes that must move over the ti
 what a copy reaches. The best launch of a shape is then timed with other numbers of splits. Worker
 processes compile everything beforehand, side by side: they fill Triton's cache on disk.
 
-With the variable OUT set, all numbers also go to $OUT/tune_attention.csv.
+With --out FOLDER all numbers also go to FOLDER/tune_attention.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import os
 import statistics
@@ -30,6 +29,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.common import write_csv
+from benchmarks.rows import ROOT
 from veca.attention import launch as launching
 from veca.attention.knobs import KNOBS, Launch, choose_splits
 from veca.attention.launch import launch_backward, launch_forward
@@ -369,9 +370,9 @@ def compile_one(kind: str, launch: Launch, cores: int, mode: str, splits: int) -
 
 def compile_all(parts: list[str], all_cores: list[int], workers: int) -> None:
     start = time.perf_counter()
-    command = [sys.executable, __file__, "--parts", ",".join(parts)]
+    command = [sys.executable, "-m", "benchmarks", "tune_attention", "--parts", ",".join(parts)]
     command += ["--cores", ",".join(map(str, all_cores)), "--compile"]
-    running = [subprocess.Popen([*command, f"{i}/{workers}"]) for i in range(workers)]
+    running = [subprocess.Popen([*command, f"{i}/{workers}"], cwd=ROOT) for i in range(workers)]
     for process in running:
         process.wait()
     print(f"compiled by {workers} workers in {time.perf_counter() - start:.0f} s")
@@ -380,13 +381,15 @@ def compile_all(parts: list[str], all_cores: list[int], workers: int) -> None:
 # -- the whole ------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", default="check,forward,backward,rivals")
     parser.add_argument("--cores", default="64,8")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
+    parser.add_argument("--out", type=Path, help="folder for tune_attention.csv")
     parser.add_argument("--compile", metavar="I/N", help="only compile this share (workers)")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
     parts = options.parts.split(",")
     kinds = [kind for kind in GRID if kind in parts]
     all_cores = [int(cores) for cores in options.cores.split(",")]
@@ -426,14 +429,8 @@ def main() -> None:
                     rows.append(
                         [name, batch, patches, cores, "", "", "", f"{seconds * 1e3:.4f}", ""]
                     )
-    if os.environ.get("OUT"):
-        with Path(os.environ["OUT"], "tune_attention.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            writer.writerows(rows)
+    if options.out:
+        cells = [dict(zip(COLUMNS, row, strict=True)) for row in rows]
+        write_csv("tune_attention", cells, options.out)
     print(*summary, sep="\n")
     print(f"done after {time.perf_counter() - start:.0f} s")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,11 +11,12 @@ import time
 import pytest
 import torch
 
+import veca.bench
 from veca import Veca, VecaConfig
 from veca.bench import (
+    BenchPlan,
+    BenchRow,
     Contender,
-    Plan,
-    Row,
     bench,
     by_contender,
     machine,
@@ -29,17 +30,17 @@ from veca.bench import (
 from veca.errors import ConfigError, InputError, MissingExtraError
 
 SMALL = VecaConfig(depth=1, width=32, heads=2, num_cores=4)
-QUICK = Plan(sizes=(32, 64), repeats=2, seconds=0.0, threads=1)
+QUICK = BenchPlan(sizes=(32, 64), repeats=2, seconds=0.0, threads=1)
 
 
-def row(size: int = 256, ms: float = 1.0, **changes: object) -> Row:
+def row(size: int = 256, ms: float = 1.0, **changes: object) -> BenchRow:
     fields = {
         "network": "n", "model": "veca", "cores": 8, "size": size, "batch": 1, "device": "cpu",
         "dtype": "float32", "threads": 1, "mode": "eager", "repeats": 3, "ms": ms,
         "spread_ms": 0.1, "fastest_ms": ms, "images_per_s": 1e3 / ms, "peak_mib": size / 8,
         "speedup": 2.0,
     }  # fmt: skip
-    return Row(**{**fields, **changes})
+    return BenchRow(**{**fields, **changes})
 
 
 class TestTurns:
@@ -183,7 +184,7 @@ class TestBench:
         [
             ({"model": "tinny"}, "did you mean 'tiny'"),
             ({"cores": [5]}, "from 1 to 4"),
-            ({"plan": Plan(sizes=(32, 40))}, r"multiples of the patch size 16, got \[40\]"),
+            ({"plan": BenchPlan(sizes=(32, 40))}, r"multiples of the patch size 16, got \[40\]"),
         ],
     )
     def test_bad_input_is_refused_before_anything_runs(self, change, message):
@@ -248,3 +249,11 @@ class TestReport:
         with pytest.raises(MissingExtraError, match=r"veca\[viz\]"):
             plot(tmp_path / "b.png", [row()], machine())
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("old", "new"), [("Plan", BenchPlan), ("Row", BenchRow)])
+def test_names_of_0_1_still_work_and_say_the_new_ones(old, new):
+    with pytest.warns(DeprecationWarning, match=f"veca.bench.{old} is called {new.__name__}"):
+        assert getattr(veca.bench, old) is new
+    with pytest.raises(AttributeError, match="nothing"):
+        veca.bench.nothing  # noqa: B018

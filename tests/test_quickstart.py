@@ -32,7 +32,7 @@ def test_bundled_photos_have_credits():
 
 
 def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
+    monkeypatch.setattr(bench.BenchPlan, "__init__", _quick(bench.BenchPlan.__init__))
     out = tmp_path / "out"
     result = quickstart(out, bundled_photos()[:2], weights=weights, size=64)
     assert [row.cores for row in result.rows] == list(BUDGETS)
@@ -60,7 +60,7 @@ def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
 
 @pytest.mark.parametrize(("asked", "used"), [(100, 96), (40, 48)])
 def test_any_size_is_fitted_to_the_patch_grid(tmp_path, weights, monkeypatch, asked, used):
-    monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
+    monkeypatch.setattr(bench.BenchPlan, "__init__", _quick(bench.BenchPlan.__init__))
     monkeypatch.setattr("veca.quickstart.BUDGETS", (8, 64))
     result = quickstart(tmp_path / "out", bundled_photos()[:1], weights=weights, size=asked)
     assert result.size == used and result.rows[0].cost.grid == (used // 16, used // 16)
@@ -68,8 +68,8 @@ def test_any_size_is_fitted_to_the_patch_grid(tmp_path, weights, monkeypatch, as
 
 
 def test_fresh_weights_say_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench.Plan, "__init__", _quick(bench.Plan.__init__))
-    monkeypatch.setattr("veca.viz.source.find", lambda name: None)
+    monkeypatch.setattr(bench.BenchPlan, "__init__", _quick(bench.BenchPlan.__init__))
+    monkeypatch.setattr("veca.viz.default_weights.find", lambda name: None)
     monkeypatch.setattr("veca.quickstart.BUDGETS", (8, 64))
     state = torch.random.get_rng_state()
     result = quickstart(tmp_path / "out", bundled_photos()[:1], size=64)

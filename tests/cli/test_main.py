@@ -82,9 +82,9 @@ def test_info_of_a_name_is_of_the_weights_at_hand(capsys, tmp_path, monkeypatch)
 def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):
     from veca import bench
 
-    init = bench.Plan.__init__
+    init = bench.BenchPlan.__init__
     monkeypatch.setattr(
-        bench.Plan,
+        bench.BenchPlan,
         "__init__",
         lambda self, **kwargs: init(self, **{**kwargs, "repeats": 1, "seconds": 0.0}),
     )

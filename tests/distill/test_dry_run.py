@@ -87,14 +87,14 @@ def test_there_are_recipes() -> None:
     assert {
         f"paper-{size}-stage{n}" for size in ("small", "base", "large") for n in (1, 2)
     } <= names
-    assert {"coco-stage1", "coco-stage2"} <= names
+    assert {"coco-pair-stage1", "coco-pair-stage2"} <= names
     assert "laptop" in names
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda path: path.stem)
 def test_a_recipe_is_valid_and_says_what_to_expect(path: Path) -> None:
     load_config(path)
-    head = path.read_text().split("\n\nseed")[0]
+    head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
     for word in (f"configs/{path.name}", "Hardware:", "Cost:", "Expected:"):
         assert word in head

@@ -10,7 +10,7 @@ from docs import pages
 
 DOCUMENTS = [
     *pages.pages(),
-    *sorted((pages.ROOT / "docs" / "api").glob("*.md")),
+    *sorted((pages.ROOT / "docs" / "reference").glob("*.md")),
     pages.ROOT / "CHANGELOG.md",
 ]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -41,15 +41,15 @@ def test_links_lead_somewhere(page):
 
 def test_pages_install_from_the_clone():
     """The package is on no index: pip would find nothing, or something else, under its name."""
-    recipes = sorted((pages.ROOT / "configs").glob("*.toml"))
+    recipes = sorted((pages.ROOT / "configs").rglob("*.toml"))
     for page in [*pages.pages(), *recipes]:
         found = re.findall(r"pip install.*\bveca\b.*", page.read_text(encoding="utf-8"))
         assert not found, f"{page.name}: in a clone it is pip install '.[extra]'"
 
 
 def test_every_page_is_in_the_index():
-    index = (pages.ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    index = (pages.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     linked = {link.partition("#")[0] for link in _LINK.findall(index)}
-    found = {p.name for p in (pages.ROOT / "docs").glob("*.md")} - {"README.md"}
+    found = {p.name for p in (pages.ROOT / "docs").glob("*.md")} - {"index.md"}
     assert not found - linked
-    assert "api/README.md" in linked
+    assert "reference/index.md" in linked

@@ -1,10 +1,8 @@
-"""The scripts of `benchmarks/` that run probes, on a handful of generated images."""
+"""The benchmarks that run probes, on a handful of generated images."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +11,10 @@ import torch
 from PIL import Image
 
 import veca
+from benchmarks.__main__ import main
 from probe import sets
 from veca.probe import read_run
 from veca.teachers import save_dense_vit
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="no benchmarks beside these tests")
 
 SETTINGS = [
     "timing.repeats=0", "knn.k=[1,3]", "knn.report_k=3", "knn.view.size=32",
@@ -27,14 +23,6 @@ SETTINGS = [
     "segmentation.optimizer.batch=4", "depth.view.size=32", "depth.optimizer.iterations=3",
     "depth.optimizer.batch=4",
 ]  # fmt: skip
-
-
-def script(name: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def pets(root: Path) -> Path:
@@ -93,8 +81,7 @@ def nyu(root: Path) -> Path:
     return root
 
 
-def test_every_probe_in_one_go(tmp_path, monkeypatch, capsys):
-    module = script("probe_all", monkeypatch)
+def test_every_probe_in_one_go(tmp_path, capsys):
     veca.save(sets.model(), tmp_path / "one")
     veca.save(sets.model(seed=1), tmp_path / "two")
     torch.manual_seed(0)
@@ -109,7 +96,7 @@ def test_every_probe_in_one_go(tmp_path, monkeypatch, capsys):
         *(word for setting in SETTINGS for word in ("--set", setting)),
     ]  # fmt: skip
     words = [str(word) for word in words]
-    assert module.main(words) == 0
+    assert main(["probes", *words]) == 0
     out = tmp_path / "out"
     names = ["pets-knn", "pets-linear", "pets-trimaps", "camvid", "scau-depth", "nyuv2-depth"]
     for name in names:
@@ -127,13 +114,23 @@ def test_every_probe_in_one_go(tmp_path, monkeypatch, capsys):
     knn = read_run(out / "pets-knn").rows[2].metrics["top1"]
     assert float(rows[1]["pets-knn top1"]) == pytest.approx(knn, rel=1e-4)
     assert "scau-depth, RMSE m" in capsys.readouterr().out
+    # All of it as one flat file, a row a network, budget and probe.
+    assert main(["collect", str(out), "--out", str(tmp_path / "flat.csv")]) == 0
+    flat = list(csv.DictReader((tmp_path / "flat.csv").open()))
+    assert [row["record"] for row in flat] == [name for name in sorted(names) for _ in range(7)]
+    for row in flat:
+        own = csv.DictReader((out / row["record"] / "results.csv").open())
+        (line,) = (r for r in own if (r["backbone"], r["cores"]) == (row["backbone"], row["cores"]))
+        told = {key: value for key, value in row.items() if value and key in line}
+        assert told == {key: value for key, value in line.items() if value}
+    networks = {row["backbone"]: row["weights_sha256"] for row in flat}
+    assert networks["b"] == networks["veca:two"] != networks["a"] and not networks["blind"]
     # Once more, for one of them: from the cache, and over the old results.
-    assert module.main([*words, "--only", "pets-knn"]) == 0
+    assert main(["probes", *words, "--only", "pets-knn"]) == 0
     assert read_run(out / "pets-knn").cache["decoded"] == 0
 
 
-def test_a_probe_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    module = script("probe_all", monkeypatch)
+def test_a_probe_that_fails_does_not_stop_the_others(tmp_path, capsys):
     veca.save(sets.model(), tmp_path / "one")
     root = camvid(tmp_path / "camvid")
     Image.fromarray(np.zeros((5, 5), dtype=np.uint8)).save(root / "testannot" / "0.png")
@@ -142,25 +139,23 @@ def test_a_probe_that_fails_does_not_stop_the_others(tmp_path, monkeypatch, caps
         "--weights", tmp_path / "one", "--device", "cpu", "--no-keep", "--out", tmp_path / "out",
         *(word for setting in SETTINGS for word in ("--set", setting)),
     ]  # fmt: skip
-    assert module.main([str(word) for word in words]) == 1
+    assert main(["probes", *(str(word) for word in words)]) == 1
     error = capsys.readouterr().err
     assert "5 x 5 pixels" in error and "failed: camvid" in error
     assert read_run(tmp_path / "out" / "scau-depth").rows
     assert not (tmp_path / "out" / "camvid" / "results.json").exists()
-    assert module.main(["--teacher", "x"]) == 2
+    assert main(["probes", "--teacher", "x"]) == 2
 
 
 def test_the_sweep_is_timed_and_comes_from_the_cache(tmp_path, monkeypatch):
-    module = script("probe_sweep", monkeypatch)
     monkeypatch.setenv("PYTHONPATH", str(Path(veca.__file__).parents[1]))
     veca.save(sets.model(), tmp_path / "one")
     words = [
-        "probe_sweep.py", "--pets", pets(tmp_path / "pets"), "--weights", tmp_path / "one",
+        "probe_sweep", "--pets", pets(tmp_path / "pets"), "--weights", tmp_path / "one",
         "--cores", "4,8", "--threads", 1, "--out", tmp_path,
         *(word for setting in SETTINGS for word in ("--set", setting)),
     ]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-    module.main()
+    assert main([str(word) for word in words]) == 0
     first, again = csv.DictReader((tmp_path / "probe-sweep.csv").open())
     assert first["decoded"] == first["images"] == "148" and again["decoded"] == "0"
     assert again["same_scores"] == "True" and first["budgets"] == "2"

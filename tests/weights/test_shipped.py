@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from torch.nn import functional as F
 import veca
 from veca.distill import load_targets
 from veca.errors import WeightsError
-from veca.probe import read_run
 from veca.quickstart import bundled_photos
 from veca.weights import read_provenance, weights_hash
 from veca.weights.names import find
@@ -64,7 +64,7 @@ def test_the_card_says_what_they_reach(name):
 
 def test_documents_say_how_much_they_saw(name):
     seen = f"{read_provenance(name)['samples_in_all'] / 1e6:.1f} M"
-    for document in ("README.md", "docs/results.md", "docs/training-log.md"):
+    for document in ("README.md", "docs/results.md"):
         assert seen in (ROOT / document).read_text(encoding="utf-8"), document
     assert seen in (find(name) / "README.md").read_text(encoding="utf-8")
 
@@ -73,10 +73,13 @@ def test_what_is_told_of_them_was_measured_with_them(name):
     results = ROOT / "benchmarks" / "results"
     tuned = [json.loads(file.read_text()) for file in (results / "finetune").glob("*.json")]
     found = [one["weights_sha256"] for one in tuned if one["weights"] == name]
-    for kind in ("probes", "seeds", "intervals", "few"):
-        for file in (results / kind).glob("**/results.json"):
-            networks = read_run(file).backbones
-            found += [networks[name]["weights_sha256"]] if name in networks else []
+    with (results / "probes.csv").open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["backbone"] == name]
+    groups = ("shipped", "seeds", "intervals", "few")
+    kept = [row for row in rows if row["record"].partition("/")[0] in groups]
+    by_record = {row["record"]: row["weights_sha256"] for row in kept}
+    assert {row["weights_sha256"] for row in kept} == set(by_record.values())
+    found += by_record.values()
     assert len(found) >= 14  # five probes, one with two more seeds; six with intervals; few cores
     assert set(found) == {weights_hash(veca.load(name))}
 

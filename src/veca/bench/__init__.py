@@ -1,11 +1,14 @@
 """Time and memory of networks side by side, on this machine, against resolution and budget."""
 
+import warnings
+from typing import Any
+
 from veca.bench.measure import (
     DENSE,
     DTYPES,
+    BenchPlan,
+    BenchRow,
     Contender,
-    Plan,
-    Row,
     bench,
     check,
     contenders_for,
@@ -26,10 +29,10 @@ from veca.bench.report import (
 __all__ = [
     "DENSE",
     "DTYPES",
+    "BenchPlan",
+    "BenchRow",
     "Contender",
     "Machine",
-    "Plan",
-    "Row",
     "bench",
     "by_contender",
     "check",
@@ -43,3 +46,16 @@ __all__ = [
     "take_turns",
     "write_csv",
 ]
+
+_RENAMED = {"Plan": BenchPlan, "Row": BenchRow}
+"""What they were called in 0.1."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(
+        f"veca.bench.{name} is called {new.__name__} now", DeprecationWarning, stacklevel=2
+    )
+    return new

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from veca._util.cuda import side_stream
 from veca._util.memory import is_out_of_memory, peak_tensor_memory
+from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
 from veca.engine import compile_for_inference
 from veca.errors import InputError, suggest
-from veca.model import Veca, check_budget
+from veca.model import Veca
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What can be timed."""
@@ -45,7 +46,7 @@ class Contender:
     run: Callable[[Tensor], object]
     cores: int | None = None
     own_graph: bool = False
-    """It replays CUDA graphs of its own, so `Plan.graph` leaves it as it is."""
+    """It replays CUDA graphs of its own, so `BenchPlan.graph` leaves it as it is."""
 
     @property
     def label(self) -> str:
@@ -53,7 +54,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What to measure, and for how long."""
 
     sizes: tuple[int, ...] = (256, 512, 1024, 2048)
@@ -89,7 +90,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contender at one size. NaN where there is nothing to report; `error` then says why."""
 
     network: str
@@ -124,14 +125,14 @@ class Row:
 
 def bench(
     model: str | VecaConfig | Veca,
-    plan: Plan | None = None,
+    plan: BenchPlan | None = None,
     *,
     cores: Sequence[int] | None = None,
     dense: bool = True,
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
-    on_rows: Callable[[list[Row]], None] | None = None,
-) -> list[Row]:
+    on_rows: Callable[[list[BenchRow]], None] | None = None,
+) -> list[BenchRow]:
     """Measure a network at each size and budget, beside the same network with full attention.
 
     Args:
@@ -143,7 +144,7 @@ def bench(
         progress: called with a line of text as the work goes on.
         on_rows: called with the rows of each size as soon as they are there.
     """
-    plan = plan or Plan()
+    plan = plan or BenchPlan()
     network, veca = find_model(model)
     budgets = check(veca.config, plan, cores)
     return race(
@@ -172,7 +173,7 @@ def find_model(model: str | VecaConfig | Veca) -> tuple[str, Veca]:
         return next(name for name in PRESETS if PRESETS[name] == config), Veca(config)
 
 
-def check(config: VecaConfig, plan: Plan, cores: Sequence[int] | None = None) -> list[int]:
+def check(config: VecaConfig, plan: BenchPlan, cores: Sequence[int] | None = None) -> list[int]:
     """Refuse sizes and budgets that a network cannot take; return the budgets to measure."""
     off_grid = [size for size in plan.sizes if size % config.patch_size]
     if off_grid:
@@ -184,7 +185,7 @@ def check(config: VecaConfig, plan: Plan, cores: Sequence[int] | None = None) ->
 
 
 def contenders_for(
-    model: Veca, cores: Sequence[int], plan: Plan, *, dense: bool = True
+    model: Veca, cores: Sequence[int], plan: BenchPlan, *, dense: bool = True
 ) -> list[Contender]:
     """The dense yardstick (if wanted) and one contender a budget, on the plan's device.
 
@@ -217,14 +218,14 @@ def contenders_for(
 
 def race(
     contenders: Sequence[Contender],
-    plan: Plan,
+    plan: BenchPlan,
     *,
     network: str = "",
     yardstick: str | None = None,
     channels: int = 3,
     progress: Callable[[str], None] | None = None,
-    on_rows: Callable[[list[Row]], None] | None = None,
-) -> list[Row]:
+    on_rows: Callable[[list[BenchRow]], None] | None = None,
+) -> list[BenchRow]:
     """Measure contenders side by side; see `bench`. `yardstick` is a contender's label.
 
     Each is run once before its time is taken, to warm up, to count its memory and to see that
@@ -266,7 +267,7 @@ def _race_at(
     contenders: Sequence[Contender],
     size: int,
     channels: int,
-    plan: Plan,
+    plan: BenchPlan,
     progress: Callable[[str], None],
 ) -> dict[str, _Trial]:
     start = time.perf_counter()
@@ -295,7 +296,7 @@ def _race_at(
 
 def take_turns(
     calls: Mapping[str, Callable[[], object]],
-    plan: Plan,
+    plan: BenchPlan,
     *,
     warm_up: bool = True,
     progress: Callable[[int], None] | None = None,
@@ -319,13 +320,13 @@ def take_turns(
     return times
 
 
-def _images(size: int, channels: int, plan: Plan) -> Tensor:
+def _images(size: int, channels: int, plan: BenchPlan) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(plan.batch, channels, size, size, generator=generator)
     return images.to(plan.device, DTYPES[plan.dtype])
 
 
-def _prepare(contender: Contender, images: Tensor, plan: Plan) -> _Trial:
+def _prepare(contender: Contender, images: Tensor, plan: BenchPlan) -> _Trial:
     if images.is_cuda:
         # Compiles kernels and takes the libraries' workspaces, which are not this run's memory.
         contender.run(images)
@@ -385,7 +386,7 @@ def _timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
     return by_events if device.type == "cuda" else by_clock
 
 
-def _memory_error(error: Exception, plan: Plan) -> str:
+def _memory_error(error: Exception, plan: BenchPlan) -> str:
     """What a row says of an error that means "out of memory"; any other is raised again."""
     if not is_out_of_memory(error):
         raise error
@@ -395,14 +396,14 @@ def _memory_error(error: Exception, plan: Plan) -> str:
 
 
 def _row(
-    contender: Contender, trial: _Trial, size: int, plan: Plan, network: str, base: float
-) -> Row:
+    contender: Contender, trial: _Trial, size: int, plan: BenchPlan, network: str, base: float
+) -> BenchRow:
     ms, times = trial.median, trial.times
     spread = math.nan
     if len(times) > 1:
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")
         spread = high - low
-    return Row(
+    return BenchRow(
         network=network,
         model=contender.name,
         cores=contender.cores,

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from veca._util.extras import require
 from veca._util.files import atomic_write
-from veca.bench.measure import DENSE, Row
-from veca.errors import InputError, MissingExtraError
+from veca.bench.measure import DENSE, BenchRow
+from veca.errors import InputError
 from veca.version import __version__
 
 
@@ -37,7 +38,7 @@ class Machine:
 
 
 def scaling_exponent(
-    rows: Sequence[Row], sizes: Sequence[int] | None = None, *, of: str = "ms"
+    rows: Sequence[BenchRow], sizes: Sequence[int] | None = None, *, of: str = "ms"
 ) -> float:
     """The p for which time grows as N^p, N being the number of patches.
 
@@ -58,7 +59,7 @@ def scaling_exponent(
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
-def scaling_sizes(rows: Sequence[Row]) -> list[int]:
+def scaling_sizes(rows: Sequence[BenchRow]) -> list[int]:
     """The sizes over which to speak of growth: from 512 px, where there are two such.
 
     In smaller images the work that does not depend on their size still shows.
@@ -68,9 +69,9 @@ def scaling_sizes(rows: Sequence[Row]) -> list[int]:
     return large if len(large) > 1 else sizes
 
 
-def by_contender(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_contender(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     """The rows of each contender, under its label, in order of size."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[BenchRow]] = {}
     for row in sorted(rows, key=lambda row: row.size):
         groups.setdefault(row.label, []).append(row)
     return {label: groups[label] for label in dict.fromkeys(row.label for row in rows)}
@@ -99,9 +100,9 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def write_csv(path: str | Path, rows: Sequence[Row], where: Machine) -> None:
+def write_csv(path: str | Path, rows: Sequence[BenchRow], where: Machine) -> None:
     """One line a row, the machine's facts as further columns; NaN and None are empty cells."""
-    names = [field.name for field in (*fields(Row), *fields(Machine))]
+    names = [field.name for field in (*fields(BenchRow), *fields(Machine))]
     with atomic_write(path, "w") as file:
         table = csv.DictWriter(file, names, lineterminator="\n")
         table.writeheader()
@@ -120,19 +121,16 @@ _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#
 _MARKERS = ("o", "^", "D", "v", "P", "X", "*")
 
 
-def plot(path: str | Path, rows: Sequence[Row], where: Machine) -> None:
+def plot(path: str | Path, rows: Sequence[BenchRow], where: Machine) -> None:
     """Draw time and memory against size as a PNG, both on logarithmic axes.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator
-    except ImportError as error:
-        raise MissingExtraError(
-            "the plot needs matplotlib, which is not installed; pip install 'veca[viz]'."
-        ) from error
+    require("matplotlib.figure", "the plot")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     others = 0

@@ -21,7 +21,7 @@ from veca.errors import MissingExtraError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from veca.bench import Row
+    from veca.bench import BenchRow
 
 
 def bench(
@@ -62,7 +62,7 @@ def bench(
     """
     from veca import bench as library
 
-    plan = library.Plan(
+    plan = library.BenchPlan(
         sizes=tuple(parse_numbers(sizes, "--sizes")),
         batch=batch,
         device=str(pick_device(device)),
@@ -78,9 +78,9 @@ def bench(
         network.config, plan, parse_numbers(cores, "--cores") if cores else None
     )
     where = library.machine(plan.device)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
 
-    def keep(new: list[Row]) -> None:
+    def keep(new: list[BenchRow]) -> None:
         rows.extend(new)
         # After each size, so that what is stopped half way leaves its first half.
         library.write_csv(out / "bench.csv", rows, where)
@@ -109,7 +109,7 @@ def bench(
     console.print(f"wrote {' and '.join(map(str, written))}", markup=False, soft_wrap=True)
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[BenchRow]) -> Table:
     from rich.table import Table
 
     first = rows[0]
@@ -137,7 +137,7 @@ def _table(rows: list[Row]) -> Table:
     return table
 
 
-def _findings(rows: list[Row]) -> list[str]:
+def _findings(rows: list[BenchRow]) -> list[str]:
     """How time and memory grow, and who is faster, in words."""
     from veca import bench as library
 

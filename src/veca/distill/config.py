@@ -9,20 +9,26 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from veca._util.settings import SettingsReader, SettingsTables, Words, to_table, to_toml
 from veca.data.augment import AugmentConfig
 from veca.data.faults import LIMIT
-from veca.distill import settings
 from veca.distill.optim import NAMES as OPTIMIZERS
-from veca.distill.schedule import Phase
 from veca.errors import DistillError, suggest
 
 PRECISIONS = ("auto", "bfloat16", "float32")
 PARALLELS = ("auto", "none", "ddp", "fsdp")
+
+READER = SettingsReader(
+    DistillError,
+    Words(
+        no_file="there is no settings file {path}; recipes are in configs/.",
+        form="an override is written section.name=value, such as optimizer.lr=1e-3; got {line!r}.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,16 @@ class OptimizerConfig:
     accumulate: int = 1
     """Parts in which a step's batch is run, to save memory."""
     accumulate_by_size: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of steps in which sizes are drawn alike."""
+
+    draw: Mapping[int, float]
+    """Image side in pixels -> how often, in any unit."""
+    until: int | None = None
+    """The first step after it; None for the last phase."""
 
 
 @dataclass(frozen=True)
@@ -353,15 +369,15 @@ class DistillConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values of JSON and TOML."""
-        return settings.to_table(self)
+        return to_table(self)
 
     def to_toml(self) -> str:
-        return settings.to_toml(self.to_dict())
+        return to_toml(self.to_dict())
 
     @classmethod
     def from_dict(cls, table: object) -> DistillConfig:
         """Unknown settings are refused, with the nearest known name."""
-        return settings.from_table(cls, table)
+        return READER.build(cls, SettingsTables(table))
 
 
 def load_config(
@@ -374,41 +390,22 @@ def load_config(
     """Settings from a TOML file, with some changed.
 
     Args:
-        path: the file; without one, the defaults and the overrides.
+        path: the file, which may build on another (`extends = "base.toml"`); without one, the
+            defaults and the overrides.
         overrides: "optimizer.lr=1e-3", "student.config.depth=6", "teachers.0.weight=2", ...
         data: replaces `data.source`.
         teacher: replaces the first teacher's name.
     """
-    table: dict[str, Any] = {}
-    if path is not None:
-        table = settings.parse_toml(_read(Path(path).expanduser()), str(path))
+    settings = SettingsTables() if path is None else READER.read(path)
     if data is not None:
-        settings.override(table, f"data.source={_quoted(data)}")
+        READER.set(settings, ("data", "source"), data)
     if teacher is not None:
-        first = table.setdefault("teachers", [{}])
+        first = settings.table.setdefault("teachers", [{}])
         if isinstance(first, list) and first and isinstance(first[0], dict):
             first[0]["name"] = teacher
-    for assignment in overrides:
-        settings.override(table, assignment)
-    try:
-        return DistillConfig.from_dict(table)
-    except DistillError as error:
-        if path is None:
-            raise
-        raise DistillError(f"{path}: {error}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise DistillError(f"there is no settings file {path}; recipes are in configs/.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DistillError(f"cannot read the settings file {path} ({error}).") from error
-
-
-def _quoted(text: str) -> str:
-    return settings._value(text)
+    for line in overrides:
+        READER.change(settings, line)
+    return READER.build(DistillConfig, settings)
 
 
 def _one_of(name: str, value: str, known: Iterable[str]) -> None:

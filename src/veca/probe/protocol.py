@@ -8,16 +8,14 @@ shipped ones lie in `protocols/`; any other file of the same form works too.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from veca._util.settings import SettingsReader, SettingsTables, Words, flat, to_table
 from veca.errors import ProbeError, suggest
 
 TASKS = ("knn", "linear", "logreg", "segmentation", "depth")
@@ -30,7 +28,21 @@ SCHEDULES = ("cosine", "poly")
 DTYPES = ("float32", "bfloat16", "float16")
 CROPS = ("none", "dataset", "pixels", "fractions", "bottom")
 
-_T = TypeVar("_T")
+_READER = SettingsReader(
+    ProbeError,
+    Words(
+        whole="it",
+        unknown="unknown key",
+        table="a table",
+        missing="{full} is missing; a protocol holds every constant.",
+        length="have {count} values",
+        kinds={kind: f"of type {kind.__name__}" for kind in (bool, int, float, str)},
+        not_toml="is not TOML",
+        no_file="{path}: the protocol cannot be read (No such file or directory).",
+        unreadable="{path}: the protocol cannot be read ({reason}).",
+        form="a setting reads KEY=VALUE, such as seed=1; got {line!r}.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ class Extract:
 
 @dataclass(frozen=True)
 class Timing:
-    """How the milliseconds of the table are measured; see `veca.bench.Plan`."""
+    """How the milliseconds of the table are measured; see `veca.bench.BenchPlan`."""
 
     batch: int
     repeats: int
@@ -453,32 +465,24 @@ class Protocol:
         return {k: v for k, v in self.to_dict().items() if k not in TASKS or k == task}
 
     def to_dict(self) -> dict[str, Any]:
-        return {k: v for k, v in _plain(dataclasses.asdict(self)).items() if v is not None}
+        return to_table(self)
 
     def with_settings(self, settings: Iterable[str]) -> Protocol:
         """A copy with constants changed by lines such as "knn.view.size = 448"; TOML values.
 
         Only constants that the protocol has can be changed. The name gets a "+" to say so.
         """
-        table = self.to_dict()
-        changed = False
-        for line in settings:
-            key, equals, value = line.partition("=")
-            path = [part.strip() for part in key.split(".")]
-            if not equals:
-                raise ProbeError(f"a setting reads KEY=VALUE, such as seed=1; got {line!r}.")
-            place: Any = table
-            for part in path[:-1]:
-                place = place.get(part) if isinstance(place, dict) else None
-            if not isinstance(place, dict) or path[-1] not in place:
-                raise ProbeError(
-                    f"protocol {self.name!r} has no constant {suggest(key.strip(), _keys(table))}"
-                )
-            place[path[-1]] = toml_value(value.strip(), line)
-            changed = True
-        if changed and not table["name"].endswith("+"):
-            table["name"] += "+"
-        return from_dict(table, where=f"protocol {self.name!r}")
+        changed = SettingsTables(self.to_dict(), where=f"protocol {self.name!r}")
+        known = list(flat(changed.table))
+        lines = list(settings)
+        for line in lines:
+            name = line.partition("=")[0].replace(" ", "")
+            if "=" in line and not any(f"{key}.".startswith(f"{name}.") for key in known):
+                raise ProbeError(f"protocol {self.name!r} has no constant {suggest(name, known)}")
+            _READER.change(changed, line)
+        if lines and not changed.table["name"].endswith("+"):
+            changed.table["name"] += "+"
+        return _READER.build(Protocol, changed)
 
     def with_batch(self, batch: int) -> Protocol:
         """A copy with another number of images in a forward pass; no score depends on it."""
@@ -502,107 +506,22 @@ def load_protocol(source: str | Path | Protocol) -> Protocol:
                 f"unknown protocol {suggest(text, available_protocols())} A file ends in .toml."
             )
         file = resources.files("veca.probe") / "protocols" / f"{text}.toml"
-        return _parse(file.read_text(encoding="utf-8"), f"protocol {text!r}")
-    try:
-        content = Path(text).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ProbeError(f"{text}: the protocol cannot be read ({reason}).") from error
-    return _parse(content, text)
+        with resources.as_file(file) as path:
+            return _READER.build(Protocol, _READER.read(path, f"protocol {text!r}"))
+    return _READER.build(Protocol, _READER.read(text))
 
 
 def from_dict(table: Mapping[str, Any], where: str = "the protocol") -> Protocol:
     """A protocol from plain types, such as a run's record; unknown and missing keys are errors."""
-    return _build(Protocol, table, where, "")
-
-
-def _parse(text: str, where: str) -> Protocol:
-    tomllib = _tomllib()
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ProbeError(f"{where} is not TOML ({error}).") from error
-    return from_dict(table, where)
+    return _READER.build(Protocol, SettingsTables(table, where))
 
 
 def toml_value(text: str, line: str) -> Any:
     """A value as TOML writes it, or a bare word; `line` is what messages quote."""
-    tomllib = _tomllib()
-    for candidate in (text, f'"{text}"'):  # a bare word is a string, as a shell would have it
-        try:
-            return tomllib.loads(f"x = {candidate}")["x"]
-        except tomllib.TOMLDecodeError:
-            continue
-    raise ProbeError(f"the value of the setting {line!r} cannot be read as TOML.")
-
-
-def _tomllib() -> Any:
-    try:
-        return importlib.import_module("tomllib")
-    except ModuleNotFoundError:  # Python 3.10
-        return importlib.import_module("tomli")
-
-
-def _build(cls: type[_T], table: Any, where: str, path: str) -> _T:
-    """A dataclass from a table whose keys and types are exactly its fields."""
-    if not isinstance(table, Mapping):
-        raise ProbeError(f"{where}: {path or 'it'} must be a table, got {table!r}.")
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in table:
-        if key not in fields:
-            known = suggest(str(key), fields)
-            raise ProbeError(f"{where}: unknown key {f'in [{path}] ' if path else ''}{known}")
-    values = {}
-    for key, field in fields.items():
-        full = f"{path}.{key}" if path else key
-        if key in table:
-            values[key] = _convert(hints[key], table[key], where, full)
-        elif field.default is dataclasses.MISSING:
-            raise ProbeError(f"{where}: {full} is missing; a protocol holds every constant.")
-    try:
-        return cls(**values)
-    except ProbeError as error:
-        raise ProbeError(f"{where}: {error}") from None
-
-
-def _convert(kind: Any, value: Any, where: str, path: str) -> Any:
-    if isinstance(kind, types.UnionType):  # X | None: a section that may be absent
-        (kind,) = (part for part in typing.get_args(kind) if part is not type(None))
-    if dataclasses.is_dataclass(kind):
-        return _build(typing.cast(type, kind), value, where, path)
-    if typing.get_origin(kind) is tuple:
-        parts = typing.get_args(kind)
-        if not isinstance(value, (list, tuple)):
-            raise ProbeError(f"{where}: {path} must be a list, got {value!r}.")
-        if parts[-1] is Ellipsis:
-            parts = (parts[0],) * len(value)
-        if len(parts) != len(value):
-            raise ProbeError(f"{where}: {path} must have {len(parts)} values, got {list(value)}.")
-        return tuple(
-            _convert(part, item, where, path) for part, item in zip(parts, value, strict=True)
-        )
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise ProbeError(f"{where}: {path} must be of type {kind.__name__}, got {value!r}.")
+    value = _READER.value(text)
+    if value == text and '"' in text:
+        raise ProbeError(f"the value of the setting {line!r} cannot be read as TOML.")
     return value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _keys(table: Mapping[str, Any], path: str = "") -> list[str]:
-    keys = []
-    for key, value in table.items():
-        full = f"{path}{key}"
-        keys += _keys(value, f"{full}.") if isinstance(value, dict) else [full]
-    return keys
 
 
 def _choice(name: str, value: str, known: Iterable[str]) -> None:

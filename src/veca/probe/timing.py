@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from veca.bench import Plan, take_turns
+from veca.bench import BenchPlan, take_turns
 from veca.probe.backbone import Backbone, Compute
 from veca.probe.protocol import Protocol
 
@@ -35,7 +35,7 @@ def costs(
         pixels = torch.rand(timing.batch, 3, *size, generator=generator).to(backbone.device)
         grid = backbone.grid_for(size, cell)
         calls[str(i)] = lambda b=backbone, p=pixels, g=grid: b.features(p, g)
-    plan = Plan(
+    plan = BenchPlan(
         batch=timing.batch,
         device=str(rows[0][0].device),
         repeats=timing.repeats,

@@ -24,18 +24,18 @@ from veca._util.extras import require
 from veca.probe import live
 from veca.probe import protocol as protocols
 from veca.probe.backbone import Backbone, Features
+from veca.probe.cache import MemoryCache
 from veca.probe.data import ProbeData, labels_of
 from veca.probe.datasets import Dataset
 from veca.probe.extract import GLOBAL, DenseSample, Stored, Want
 from veca.probe.intervals import Sums, mean_sums
-from veca.probe.kept import Kept
 from veca.probe.metrics import accuracy, hits
 from veca.probe.resize import bilinear
 from veca.probe.schedule import batches, rate, torch_generator
 from veca.probe.views import SquareView
 
 Array = np.ndarray[Any, Any]
-Labels = Kept[int, Tensor]
+Labels = MemoryCache[int, Tensor]
 """Place of an image -> its mask or depth [H, W]."""
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
