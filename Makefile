@@ -2,28 +2,42 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# One thread: on a busy machine several that wait for each other are many times slower.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test research-test lint docs clean
+.PHONY: run test test-fast coverage research-test lint docs build lowest clean
 
 run: $(VENV)/.installed
-	# One thread: on a busy machine several that wait for each other are many times slower.
 	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(TEST)
 
-research-test: $(VENV)/.installed-dev
-	# The laboratory, which gates nothing.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 research/tests
+test-fast: $(VENV)/.installed-dev  # under two minutes on two cores
+	$(TEST) -m "not slow and not browser and not gpu"
+
+coverage: $(VENV)/.installed-dev
+	$(TEST) --cov --cov-report=term --cov-report=markdown:coverage.md
+
+research-test: $(VENV)/.installed-dev  # the laboratory, which gates nothing
+	$(TEST) research/tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs:
-	# The API reference, from the docstrings; needs nothing installed.
-	$(PYTHON) docs/build_api.py
+docs: $(VENV)/.installed-dev  # the site, into build/site; broken links and warnings fail
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+build: $(VENV)/.installed-dev  # the wheel and the source archive, into dist/
+	$(BIN)/python -m build
+
+lowest:  # the core of the package with the lowest versions that it declares
+	$(PYTHON) -m pip install --quiet uv
+	uv venv --quiet --clear --python $(PYTHON) $(VENV)-lowest
+	uv pip install --quiet --python $(VENV)-lowest --resolution lowest-direct -e '.[test]'
+	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -n 2 -m "not slow and not browser and not gpu"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,4 +49,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis quickstart
+	rm -rf $(VENV) $(VENV)-lowest .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf coverage.md build dist quickstart

@@ -39,11 +39,11 @@ from PIL import Image
 import veca
 from benchmarks.common import write_csv
 from benchmarks.rows import RESULTS, ROOT
-from veca.collections import embed
-from veca.collections.compute import Decoder
-from veca.collections.settings import Settings
 from veca.data.pool import ordered_map
 from veca.data.sources import open_source
+from veca.embed import embed
+from veca.embed.settings import Settings
+from veca.embed.shards import Decoder
 
 Row = dict[str, object]
 TURN = 2.0

@@ -23,8 +23,9 @@ from benchmarks.common import print_table, random_images, write_csv
 from benchmarks.rows import RESULTS
 from veca.data import InMemoryImages
 from veca.distill import DistillConfig
-from veca.distill.loop import Run
+from veca.distill.loop import TrainingRun
 from veca.distill.parallel import World, own_torch_state
+from veca.distill.step import training_step
 from veca.teachers import Teacher, load_teacher
 
 CORES, WARM_UP, STEPS, ROUNDS = 32, 4, 15, 3
@@ -55,12 +56,12 @@ def stepping(
     """A function that makes one step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         world = World(device=torch.device("cuda", torch.cuda.current_device()))
-        run = Run(config, Path(folder) / "run", world, images, None, [teacher], False, None)
+        run = TrainingRun(config, Path(folder) / "run", world, images, None, [teacher], False, None)
         steps = iter(run.plan.from_step(0))
 
         def step() -> None:
             planned = next(steps)
-            run.cohort.step(planned, run.loader.batch(planned.number))
+            training_step(run.group, planned, run.loader.batch(planned.number))
 
         try:
             yield step

@@ -27,7 +27,7 @@ from veca._util.device import usable_device
 from veca._util.files import atomic_write, atomic_write_json, atomic_write_text
 from veca.bench import machine
 from veca.distill import BudgetSampler
-from veca.distill.nested import default_budgets
+from veca.distill.schedule import training_budgets
 from veca.errors import VecaError
 from veca.images import normalize, to_tensor
 from veca.probe.schedule import batches
@@ -134,7 +134,7 @@ def finetune(
     """
     bank = backbone.config.num_cores
     # All budgets alike: the published weights give the smallest one step in twenty.
-    even = [1.0] * len(default_budgets(bank))
+    even = [1.0] * len(training_budgets(bank))
     budgets = None if args.no_nested else BudgetSampler(bank, weights=even, seed=args.seed)
     fresh = [p for name, p in model.named_parameters() if not name.startswith("backbone.")]
     optimizer = torch.optim.AdamW(
@@ -192,7 +192,7 @@ def report(
     """Score every eighth of the bank; write results.json, results.md and the weights to `--out`."""
     begin = time.perf_counter()
     scores = {}
-    for cores in default_budgets(backbone.config.num_cores):
+    for cores in training_budgets(backbone.config.num_cores):
         scores[cores] = score(cores)
         print(f"{cores} cores: {metric} {scores[cores]:.3f}")
     full = scores[backbone.config.num_cores]

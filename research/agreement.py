@@ -29,12 +29,13 @@ from veca.data import AugmentConfig, InMemoryImages, Loader
 from veca.data.decode import EncodedImage, shaped
 from veca.dense import DenseVit
 from veca.distill import DistillConfig, load_config
+from veca.distill.data import ImageSplit, open_data
 from veca.distill.parallel import World
-from veca.distill.setup import Data, open_data, open_teachers
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import TargetStatistics, find_targets
 from veca.distill.student import Prediction, Student, load_backbone
-from veca.distill.validate import Examined, validate
+from veca.distill.teachers import open_teachers
+from veca.distill.validate import ValidatedStudent, validate
 from veca.images import normalize
 from veca.teachers import read_dense_vit
 from veca.teachers.ours import is_dense_vit
@@ -95,22 +96,22 @@ class Jury:
         folders = dict(item.split("=", 1) for item in options.weights)
         self.config, self.world, self.loader = opened(options)
         self.teaching = open_teachers(self.config, self.world)
-        if len(self.teaching.lessons) > 1:
+        if len(self.teaching) > 1:
             raise SystemExit("one teacher at a time: heads of further ones are not measured here.")
-        if self.teaching.lessons[0].settings.standardise:
+        if self.teaching[0].settings.standardise:
             first = next(iter(folders.values()))
             self.teaching.set_statistics(self._scale(first), self.world.device)
         self.students = {name: self._student(folder) for name, folder in folders.items()}
 
     def _scale(self, folder: str) -> dict[str, TargetStatistics]:
         """That of the targets, beside some weights."""
-        lesson = self.teaching.lessons[0]
+        lesson = self.teaching[0]
         return find_targets([lesson.name], [lesson.widths], folder)
 
     def _student(self, folder: str) -> Student:
         dense = is_dense_vit(Path(folder))
         backbone = read_dense_vit(folder)[0] if dense else load_backbone(folder, backend="auto")
-        lesson = self.teaching.lessons[0]
+        lesson = self.teaching[0]
         student = Student(backbone.float(), [lesson.widths]).to(self.world.device)
         if lesson.statistics is not None and (Path(folder).expanduser() / TARGETS).is_file():
             own = self._scale(folder)[lesson.name].to(self.world.device)
@@ -152,11 +153,11 @@ class Jury:
             for row in rows
         ]
 
-    def examined(self, student: Student, cores: Sequence[int]) -> Examined:
+    def examined(self, student: Student, cores: Sequence[int]) -> ValidatedStudent:
         """How a student is asked; a dense one once, whatever the budgets."""
         architecture = student.backbone.config
         mean, std = architecture.image_mean, architecture.image_std
-        return Examined(
+        return ValidatedStudent(
             student,
             cores[-1:] if _blank(student) else cores,
             lambda pixels: normalize(pixels, mean, std),
@@ -190,7 +191,7 @@ def held_out_places(config: DistillConfig) -> tuple[Any, Sequence[int]]:
     return data.validation, everything if data.validation_subset is None else data.validation_subset
 
 
-def split(config: DistillConfig) -> Data:
+def split(config: DistillConfig) -> ImageSplit:
     """What runs with these settings train on and what they hold out; nothing is decoded."""
     return open_data(dataclasses.replace(config.data, in_memory=False), World())
 

@@ -73,7 +73,7 @@ def _features(
     grid = (size // patch, size // patch)
     shown = jury.teaching.image_size(grid)
     # The dense features are not wanted: on the grid of the global one both come from one pass.
-    grid = jury.teaching.lessons[0].global_grid(grid)
+    grid = jury.teaching[0].global_grid(grid)
     teacher: list[Tensor] = []
     said: dict[tuple[str, int], list[Tensor]] = {}
     for batch in jury.loader.sweep(size=size, teacher_size=shown, batch_size=50):

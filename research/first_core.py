@@ -32,7 +32,7 @@ def main() -> None:
     options = parser.parse_args()
 
     jury = Jury(options)
-    lesson = jury.teaching.lessons[0]
+    lesson = jury.teaching[0]
     if lesson.statistics is None:
         raise SystemExit("these settings do not standardise the targets; nothing to map back.")
     rows = jury.rows([options.size], options.cores, feature="first core")

@@ -18,7 +18,7 @@ import torch
 from benchmarks.common import print_table, write_csv
 from research import RESULTS
 from research.agreement import opened, options_of
-from veca.distill.setup import open_teachers
+from veca.distill.teachers import open_teachers
 
 BATCH = 32
 
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
 
     config, world, loader = opened(options)
-    teacher = open_teachers(config, world).lessons[0].teacher
+    teacher = open_teachers(config, world)[0].model
     rows: list[dict[str, object]] = []
     for size in options.sizes:
         grid = teacher.grid_for(size)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import settings
 
+import interpreter
 from veca import Veca, VecaConfig, create_model
 
 torch.set_num_threads(1)
+interpreter.prepare()
 
 # The same examples every time where a failure must mean that the change broke something.
 settings.register_profile("ci", derandomize=True)

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+
+import torch
+
+
+def prepare() -> None:
+    """Import Triton itself so, before any test does: older versions decide then, for good."""
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        import_interpreted("triton.language")
 
 
 def import_interpreted(name: str) -> None:

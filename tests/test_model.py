@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -175,6 +176,52 @@ def test_intermediates_end_in_the_output(tiny):
     assert torch.equal(third.patches, out.patches) and torch.equal(third.cores, out.cores)
     assert not torch.allclose(first.patches, out.patches)
     assert len(tiny.forward_intermediates(images)) == 3
+
+
+def test_a_walk_shows_every_layer_on_the_way_to_the_output(tiny):
+    images = torch.randn(IMAGES)
+    layers = list(tiny.walk(images, cores=4))
+    assert [layer.number for layer in layers] == [0, 1, 2, 3]
+    patches = tiny.patch_embed(images).flatten(2).transpose(1, 2)
+    first = torch.cat([tiny.bank.tokens[:4].expand(2, -1, -1), patches], dim=1)
+    assert torch.equal(layers[0].tokens, first) and layers[0].grid == (3, 4)
+    assert torch.equal(layers[0].core_xy, layers[1].core_xy)
+    for norm in (True, False):
+        expected = tiny.forward_intermediates(images, cores=4, norm=norm)
+        for layer, out in zip(layers[1:], expected, strict=True):
+            for ours, theirs in zip(tiny.output(layer, norm)[:3], out[:3], strict=True):
+                assert torch.equal(ours, theirs)
+    for ours, theirs in zip(tiny.output(layers[-1])[:3], tiny(images, cores=4)[:3], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_walk_runs_no_block_that_is_not_asked_for(tiny):
+    ran = []
+    for number, block in enumerate(tiny.blocks, start=1):
+        block.register_forward_hook(lambda *_, number=number: ran.append(number))
+    assert [layer.number for layer in tiny.walk(torch.randn(IMAGES), last=2)] == [0, 1, 2]
+    assert ran == [1, 2]
+    ran.clear()
+    for layer in tiny.walk(torch.randn(IMAGES)):
+        if layer.number == 1:
+            break
+    assert ran == [1]
+
+
+def test_a_walk_takes_what_the_model_takes(tiny):
+    with pytest.raises(InputError, match="from 1 to 8"):
+        next(tiny.walk(torch.randn(IMAGES), cores=9))
+    with pytest.raises(InputError, match="multiples of the patch size"):
+        next(tiny.walk(torch.randn(1, 3, 33, 32)))
+
+
+def test_what_a_layer_takes_from_the_patches_is_in_the_maps(tiny):
+    images = torch.randn(IMAGES)
+    maps = tiny.attention_maps(images, cores=5, per_head=True)
+    layers = list(tiny.walk(images, cores=5))
+    for number in (1, 2, 3):
+        weights = tiny.core_to_patch(layers[number - 1], layers[number])
+        assert torch.equal(weights.unflatten(-1, (3, 4)), maps[:, number - 1])
 
 
 def test_output_projection_is_shared_by_cores_and_patches():
@@ -464,3 +511,50 @@ def test_reset_parameters_starts_the_steps_of_the_cores_anew(tiny):
 def test_training_does_not_look_at_the_pixels(tiny, monkeypatch):
     monkeypatch.setattr("veca.model.check_finite", lambda images: pytest.fail("a wait for the GPU"))
     tiny.train()(torch.randn(IMAGES))
+
+
+@pytest.mark.parametrize("build", [Veca, DenseVit])
+def test_what_users_of_other_libraries_try_first(build):
+    model = build(SMALLEST.replace(output_width=20, patch_size=8))
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert (model.num_features, model.embed_dim, model.patch_size) == (20, 32, 8)
+    assert model.to(torch.bfloat16).dtype == torch.bfloat16
+    assert model.to("meta").device.type == "meta"
+
+
+def test_a_model_shows_itself_in_one_line(tiny):
+    facts = "12 layers, width 192, 64 cores, patch 16, 5.5 M parameters, cpu float32"
+    assert repr(create_model("tiny")) == f'Veca("veca_tiny_patch16", {facts})'
+    assert repr(create_model("tiny").half()).endswith("cpu float16)")
+    count = sum(p.numel() for p in tiny.parameters())
+    small = "3 layers, width 32, 8 cores, patch 16"
+    assert repr(tiny) == f"Veca({small}, {count} parameters, cpu float32)"
+    dense = repr(DenseVit(SMALLEST))
+    assert dense.startswith("DenseVit(3 layers, width 32, patch 16, ") and "cores" not in dense
+
+
+def test_a_name_is_no_weight_and_survives_a_copy():
+    model = create_model("tiny")
+    assert model.name == "veca_tiny_patch16"
+    assert copy.deepcopy(model).name == pickle.loads(pickle.dumps(model)).name == model.name
+    assert not [key for key in model.state_dict() if "name" in key]
+    assert create_model("tiny", depth=2).name is None, "another network than that"
+    assert create_model(SMALLEST).name is None
+    model.load_state_dict(create_model("tiny").state_dict())
+    assert model.name == "veca_tiny_patch16"
+
+
+@pytest.mark.parametrize("keep", [torch.enable_grad, torch.inference_mode])
+def test_a_photo_becomes_features_with_the_models_own_settings(keep):
+    config = SMALLEST.replace(patch_size=8, image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4))
+    model = stirred(create_model(config)).eval()
+    photo = Image.effect_noise((40, 24), 80).convert("RGB")
+    batch = model.preprocess(photo, size=32)
+    assert batch.grid == (4, 7)
+    with keep():
+        found = model(batch.pixels)
+        pixels = torch.from_numpy(np.array(photo.resize((56, 32), Image.Resampling.BICUBIC)))
+        pixels = pixels.permute(2, 0, 1)[None] / 255
+        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))
+        expected = model((pixels - mean) / std)
+    torch.testing.assert_close(found.patches, expected.patches, rtol=1e-4, atol=1e-5)

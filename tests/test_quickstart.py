@@ -69,7 +69,7 @@ def test_any_size_is_fitted_to_the_patch_grid(tmp_path, weights, monkeypatch, as
 
 def test_fresh_weights_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.BenchPlan, "__init__", _quick(bench.BenchPlan.__init__))
-    monkeypatch.setattr("veca.viz.source.find", lambda name: None)
+    monkeypatch.setattr("veca.viz.default_weights.find", lambda name: None)
     monkeypatch.setattr("veca.quickstart.BUDGETS", (8, 64))
     state = torch.random.get_rng_state()
     result = quickstart(tmp_path / "out", bundled_photos()[:1], size=64)

@@ -1,15 +1,23 @@
-"""VECA: vision features through a few elastic cores."""
+"""VECA: vision features through a few elastic cores.
 
-from veca import attention
+Names that need torch are imported at their first use, so that `veca --help` answers at once.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
-from veca.dense import DenseVit
-from veca.engine import InferenceEngine, compile_for_inference
 from veca.errors import VecaError
-from veca.images import preprocess
-from veca.model import Veca, VecaOutput, create_model
 from veca.version import __version__
-from veca.weights import export_official, import_official, load, save
+
+if TYPE_CHECKING:
+    from veca import attention, features
+    from veca.dense import DenseVit
+    from veca.engine import InferenceEngine, compile_for_inference
+    from veca.images import preprocess
+    from veca.model import Veca, VecaOutput, create_model
+    from veca.weights import export_official, import_official, load, save
 
 __all__ = [
     "PRESETS",
@@ -25,8 +33,35 @@ __all__ = [
     "cost",
     "create_model",
     "export_official",
+    "features",
     "import_official",
     "load",
     "preprocess",
     "save",
 ]
+
+_PLACES = {
+    "DenseVit": "dense",
+    "InferenceEngine": "engine",
+    "Veca": "model",
+    "VecaOutput": "model",
+    "compile_for_inference": "engine",
+    "create_model": "model",
+    "export_official": "weights",
+    "import_official": "weights",
+    "load": "weights",
+    "preprocess": "images",
+    "save": "weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"veca.{_PLACES[name]}"), name)
+    if name in __all__:  # a module
+        return importlib.import_module(f"veca.{name}")
+    raise AttributeError(f"module 'veca' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -162,6 +162,9 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     return numbers
 
 
+EXTRA_TOKENS = 5
+"""Of a dense ViT, beside its patches: CLS and four registers."""
+
 PRESETS: dict[str, VecaConfig] = {
     "veca_tiny_patch16": VecaConfig(width=192, heads=3),
     "veca_small_patch16": VecaConfig(width=384, heads=6),

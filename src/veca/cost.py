@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from veca.config import VecaConfig, preset
-from veca.dense import EXTRA_TOKENS
+from veca.config import EXTRA_TOKENS, VecaConfig, preset
 from veca.errors import InputError, whole
-from veca.model import check_budget
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,8 @@ def cost(
     >>> cost("veca_base_patch16", size=1024, cores=64).attention_ratio
     0.299...
     """
+    from veca.checks import check_budget  # needs torch, which counting does not
+
     config = model if isinstance(model, VecaConfig) else preset(model)
     budget = check_budget(cores, config.num_cores)
     height, width = _check_size(size, config.patch_size)

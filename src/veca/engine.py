@@ -22,17 +22,10 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca import rope
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
+from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, at_least
-from veca.model import (
-    Block,
-    CoreMove,
-    Veca,
-    VecaOutput,
-    check_budget,
-    check_finite,
-    check_images,
-    check_model,
-)
+from veca.feature_model import FeatureModel
+from veca.model import Block, CoreMove, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
@@ -50,12 +43,15 @@ class BlockWeights(NamedTuple):
     """Head weight [2, D] and bias [2] in float32, both times alpha; zero in the first layer."""
 
 
-class InferenceEngine:
+class InferenceEngine(FeatureModel):
     """Runs a model's weights fast. Made by `compile_for_inference`; call it like the model.
 
     The first call at a new (batch, height, width, budget) prepares it, which takes seconds on
     CUDA; the last `cache` of them stay prepared. Not thread-safe: CUDA graphs own their buffers.
     """
+
+    device: torch.device
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -67,13 +63,12 @@ class InferenceEngine:
         cache: int,
         check_pixels: bool,
     ) -> None:
-        self.config = model.config
-        self.dtype = dtype
-        self.device = model.patch_embed.weight.device
+        self.config, self.name = model.config, model.name
+        self.dtype, self.device = dtype, model.device
         self.check_pixels = check_pixels
         self._graphs = graphs
         self._cache = cache
-        self._prepared: OrderedDict[tuple[int, int, int, int], Plan] = OrderedDict()
+        self._prepared: OrderedDict[tuple[int, int, int, int], PreparedShape] = OrderedDict()
         self._pack(model)
         self._embed: Callable[..., Tensor] = _embed
         self._block: Callable[..., tuple[Tensor, Tensor, Tensor]] = _block
@@ -92,29 +87,31 @@ class InferenceEngine:
         grid = check_images(images, c.in_channels, c.patch_size)
         if self.check_pixels:
             check_finite(images)
-        plan = self._plan(images.shape[0], grid, budget)
-        tokens, raw = plan.run(images)
+        prepared = self._shape(images.shape[0], grid, budget)
+        tokens, raw = prepared.run(images)
         return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
 
     @torch.inference_mode()
-    def prepare(self, batch: int, size: int | tuple[int, int], cores: int | None = None) -> Plan:
+    def prepare(
+        self, batch: int, size: int | tuple[int, int], cores: int | None = None
+    ) -> PreparedShape:
         """Compile and capture for one batch size, image size in pixels and budget."""
         c = self.config
         budget = check_budget(cores, c.num_cores)
         height, width = (size, size) if isinstance(size, int) else size
         blank = torch.empty(batch, c.in_channels, height, width, device="meta")
         grid = check_images(blank, c.in_channels, c.patch_size)
-        return self._plan(batch, grid, budget)
+        return self._shape(batch, grid, budget)
 
-    def _plan(self, batch: int, grid: tuple[int, int], budget: int) -> Plan:
+    def _shape(self, batch: int, grid: tuple[int, int], budget: int) -> PreparedShape:
         key = (batch, *grid, budget)
-        plan = self._prepared.pop(key, None)
-        if plan is None:
+        prepared = self._prepared.pop(key, None)
+        if prepared is None:
             while len(self._prepared) >= self._cache:
                 self._prepared.popitem(last=False)
-            plan = Plan(self, batch, grid, budget)
-        self._prepared[key] = plan
-        return plan
+            prepared = PreparedShape(self, batch, grid, budget)
+        self._prepared[key] = prepared
+        return prepared
 
     def _pack(self, model: Veca) -> None:
         _check_plain(model)
@@ -157,7 +154,7 @@ class InferenceEngine:
         return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
 
 
-class Plan:
+class PreparedShape:
     """Everything prepared for one (batch, grid, budget)."""
 
     def __init__(
@@ -228,16 +225,15 @@ def compile_for_inference(
         check_pixels: look for NaN pixels on every call; on CUDA that waits for the GPU.
     """
     check_model(model, "compile_for_inference")
-    device = model.patch_embed.weight.device
-    on_cuda = device.type == "cuda"
+    on_cuda = model.device.type == "cuda"
     if graphs and not on_cuda:
         raise InputError(
-            f"graphs need a model on CUDA, this one is on {device}; model.cuda() first."
+            f"graphs need a model on CUDA, this one is on {model.device}; model.cuda() first."
         )
     cache = at_least("cache", cache)
     engine = InferenceEngine(
         model,
-        dtype=dtype or (torch.bfloat16 if on_cuda else model.patch_embed.weight.dtype),
+        dtype=dtype or (torch.bfloat16 if on_cuda else model.dtype),
         compile=on_cuda if compile is None else compile,
         graphs=on_cuda if graphs is None else graphs,
         cache=cache,

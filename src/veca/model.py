@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from veca import rope
 from veca.attention import BACKENDS, core_attention
-from veca.config import VecaConfig, preset
-from veca.errors import InputError, suggest, whole
-from veca.rope import Rotation, transformed
+from veca.checks import check_budget, check_finite, check_images, check_layers
+from veca.config import PRESETS, VecaConfig, preset
+from veca.errors import InputError, suggest
+from veca.feature_model import FeatureModel
+from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
 CPU_ROWS = 512
@@ -211,18 +212,24 @@ class Block(nn.Module):
         return x + self.ffn(self.norm_ffn(x))
 
 
-class _Layer(NamedTuple):
-    """The state after one block, as `Veca._layers` walks through them."""
+class LayerState(NamedTuple):
+    """Where a pass stands after one block, as `Veca.walk` yields it."""
 
     number: int
-    """1 for the first block."""
+    """1 after the first block; 0 for what goes into it."""
     tokens: Tensor
-    """[B, C + N, D], the residual stream."""
+    """[B, C + N, D] the residual stream, cores first."""
     core_xy: Tensor
-    """[B or 1, C, 2], where the cores stood in this block."""
+    """[B or 1, C, 2] where the cores stood in this block."""
+    core_rotation: Rotation
+    """That of `core_xy`."""
+    patch_rotation: Rotation
+    """That of the patches, the same in every block."""
+    grid: tuple[int, int]
+    """(h, w): patches down and across."""
 
 
-class Veca(nn.Module):
+class Veca(FeatureModel, nn.Module):
     """The elastic backbone: one set of weights, any image size on the patch grid, any budget.
 
     >>> model = Veca(VecaConfig()).eval()
@@ -260,6 +267,14 @@ class Veca(nn.Module):
             raise InputError(f"unknown attention backend {suggest(str(name), BACKENDS)}")
         self._backend = name
 
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embed.weight.dtype
+
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: keep one tensor a block, recompute the rest."""
         self.gradient_checkpointing = enable
@@ -270,9 +285,9 @@ class Veca(nn.Module):
         H and W are multiples of the patch size (`veca.preprocess` sees to that); `cores` is
         1..M, by default all M.
         """
-        budget, grid = self._check(images, cores)
-        last = deque(self._layers(images, budget), maxlen=1).pop()
-        return self._finish(last, budget, grid)
+        for layer in self.walk(images, cores):
+            last = layer
+        return self.output(last)
 
     def tokens(self, images: Tensor, cores: int | None = None) -> VecaOutput:
         """The same before the output projection: after the last norm, as wide as the network."""
@@ -292,11 +307,10 @@ class Veca(nn.Module):
         With `norm` the final norm and output projection are applied to each, so that the last
         layer's equals `forward`; without it they are the raw residual stream.
         """
-        budget, grid = self._check(images, cores)
-        wanted = self._check_layers(layers)
+        wanted = check_layers(layers, self.config.depth)
         outputs = {
-            layer.number: self._finish(layer, budget, grid, norm)
-            for layer in self._layers(images, budget, last=max(wanted))
+            layer.number: self.output(layer, norm)
+            for layer in self.walk(images, cores, last=max(wanted))
             if layer.number in wanted
         }
         return [outputs[number] for number in wanted]
@@ -325,28 +339,51 @@ class Veca(nn.Module):
                 "norm-based maps sum the heads before taking the length, so they have no "
                 "per-head form; use kind='softmax' with per_head=True."
             )
-        budget, grid = self._check(images, cores)
-        wanted = self._check_layers(layers)
+        wanted = check_layers(layers, self.config.depth)
         maps = {}
-
-        def look(number: int, block: Block, x: Tensor, core: Rotation, patch: Rotation) -> None:
-            if number in wanted:
-                weights = block.attn.core_to_patch(block.norm_attn(x), budget, core, patch, kind)
+        for before, layer in pairwise(self.walk(images, cores, last=max(wanted))):
+            if layer.number in wanted:
+                weights = self.core_to_patch(before, layer, kind)
                 if kind == "softmax" and not per_head:
                     weights = weights.mean(dim=1)
-                maps[number] = weights.unflatten(-1, grid)
-
-        deque(self._layers(images, budget, last=max(wanted), look=look), maxlen=0)
+                maps[layer.number] = weights.unflatten(-1, layer.grid)
         return torch.stack([maps[number] for number in wanted], dim=1)
 
-    def _layers(
-        self,
-        images: Tensor,
-        budget: int,
-        last: int | None = None,
-        look: Callable[[int, Block, Tensor, Rotation, Rotation], None] | None = None,
-    ) -> Iterator[_Layer]:
-        """Run the network block by block; `look` sees what goes into each."""
+    def core_to_patch(self, before: LayerState, layer: LayerState, kind: str = "softmax") -> Tensor:
+        """How much each core takes from each patch in one block, as `CoreAttention.core_to_patch`.
+
+        Args:
+            before, layer: two states that `walk` yields one after the other.
+        """
+        block = cast(Block, self.blocks[layer.number - 1])
+        return block.attn.core_to_patch(
+            block.norm_attn(before.tokens),
+            layer.core_xy.shape[1],
+            layer.core_rotation,
+            layer.patch_rotation,
+            kind,
+        )
+
+    def walk(
+        self, images: Tensor, cores: int | None = None, *, last: int | None = None
+    ) -> Iterator[LayerState]:
+        """Run the network block by block: the state before the first, then after each.
+
+        `forward` is this walk to its end, and then `output`. A walk that is left early runs no
+        further block.
+
+        >>> for layer in model.walk(images, cores=32):
+        ...     print(layer.number, model.output(layer).patches.norm())
+
+        Args:
+            last: the block to stop after, 1..L, by default the last.
+        """
+        c = self.config
+        budget = check_budget(cores, c.num_cores)
+        grid = check_images(images, c.in_channels, c.patch_size)
+        if not self.training:
+            check_finite(images)
+
         patches = self.patch_embed(images.to(self.patch_embed.weight.dtype))
         height, width = patches.shape[-2:]
         patches = patches.flatten(2).transpose(1, 2)
@@ -354,7 +391,6 @@ class Veca(nn.Module):
         tokens = tokens.expand(patches.shape[0], -1, -1).to(patches.dtype)
         x = torch.cat([tokens, patches], dim=1)
 
-        c = self.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, x.device)
         patch_xy = rope.grid_coordinates(height, width, x.device)
         if self.training:
@@ -365,13 +401,14 @@ class Veca(nn.Module):
 
         # A copy: without gradients, views of parameters trip up torch's counter of FLOPs.
         raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0).clone()
+        core_xy = raw.tanh()
+        core_rotation = rope.rotation(core_xy, periods)
+        yield LayerState(0, x, core_xy, core_rotation, patch_rotation, grid)
         for number, block in enumerate(self.blocks[:last], start=1):
             if number > 1:
                 raw = self.moves[number - 2](raw, x[:, :budget])
-            core_xy = raw.tanh()
-            core_rotation = rope.rotation(core_xy, periods)
-            if look is not None:
-                look(number, cast(Block, block), x, core_rotation, patch_rotation)
+                core_xy = raw.tanh()
+                core_rotation = rope.rotation(core_xy, periods)
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(
                     block,
@@ -384,35 +421,14 @@ class Veca(nn.Module):
                 )
             else:
                 x = block(x, budget, core_rotation, patch_rotation, self.backend)
-            yield _Layer(number, x, core_xy)
+            yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid)
 
-    def _finish(
-        self, layer: _Layer, budget: int, grid: tuple[int, int], norm: bool = True
-    ) -> VecaOutput:
+    def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
+        """What comes out after a layer: through the final norm and output projection, or raw."""
         x = self.project(self.norm(layer.tokens)) if norm else layer.tokens
+        budget = layer.core_xy.shape[1]
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        return VecaOutput(x[:, :budget], x[:, budget:], core_xy, grid)
-
-    def _check(self, images: Tensor, cores: int | None) -> tuple[int, tuple[int, int]]:
-        """Refuse what the model cannot take; return the budget and the patch grid."""
-        budget = check_budget(cores, self.config.num_cores)
-        grid = check_images(images, self.config.in_channels, self.config.patch_size)
-        if not self.training:
-            check_finite(images)
-        return budget, grid
-
-    def _check_layers(self, layers: Sequence[int] | None) -> list[int]:
-        depth = self.config.depth
-        if layers is None:
-            return list(range(1, depth + 1))
-        wanted = [whole(layer) for layer in layers] if isinstance(layers, Iterable) else []
-        known = [layer for layer in wanted if layer is not None and 1 <= layer <= depth]
-        if not wanted or len(known) < len(wanted):
-            raise InputError(
-                f"layers must be a list of whole numbers from 1 to {depth}, got {layers!r}; "
-                "1 is the first block."
-            )
-        return known
+        return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:
@@ -422,7 +438,9 @@ def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: ob
     >>> create_model("small", output_width=768)
     """
     config = name if isinstance(name, VecaConfig) else preset(name)
-    return Veca(config.replace(**changes) if changes else config, backend=backend)
+    model = Veca(config.replace(**changes) if changes else config, backend=backend)
+    model.name = {known: name for name, known in PRESETS.items()}.get(model.config)
+    return model
 
 
 @contextlib.contextmanager
@@ -467,80 +485,3 @@ def spread_points(count: int, pool: int = 1000, reach: float = 0.95) -> Tensor:
         distance = torch.minimum(distance, (points - newest).square().sum(dim=1))
         chosen[i] = distance.argmax()
     return points[chosen]
-
-
-def check_model(model: object, caller: str) -> None:
-    """Refuse what `caller` was given instead of a model: a wrapped one, weights, anything else."""
-    if not isinstance(model, Veca):
-        wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
-        hint = "; pass the model inside it" if wrapped else ""
-        raise InputError(f"{caller} takes a Veca model, got {type(model).__name__}{hint}.")
-
-
-def check_budget(cores: int | None, num_cores: int) -> int:
-    """The budget to use: `cores`, or the whole bank when it is None."""
-    if cores is None:
-        return num_cores
-    budget = cores if type(cores) is int else whole(cores)
-    if budget is None or not 1 <= budget <= num_cores:
-        raise InputError(
-            f"cores must be a whole number from 1 to {num_cores} (the size of this model's bank), "
-            f"got {cores!r}."
-        )
-    return budget
-
-
-def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, int]:
-    """The patch grid (h, w) of a batch of images that the model can take."""
-    if not isinstance(images, Tensor):
-        advice = "veca.preprocess makes one from files and PIL images"
-        if isinstance(getattr(images, "pixels", None), Tensor):
-            advice = "pass its .pixels"
-        raise InputError(
-            f"images must be a tensor [batch, {channels}, height, width], got "
-            f"{type(images).__name__}; {advice}."
-        )
-    if images.ndim != 4:
-        hint = " Add a batch axis with images[None]." if images.ndim == 3 else ""
-        raise InputError(
-            f"images must be [batch, {channels}, height, width], got shape "
-            f"{tuple(images.shape)}.{hint}"
-        )
-    if images.shape[1] != channels:
-        hint = (
-            " It looks channels-last; use images.permute(0, 3, 1, 2)."
-            if images.shape[3] == channels
-            else ""
-        )
-        raise InputError(f"images must have {channels} channels, got {images.shape[1]}.{hint}")
-    if not images.is_floating_point():
-        raise InputError(
-            f"images must be floating point and normalised, got {images.dtype}; use "
-            "veca.preprocess, or scale to 0..1, subtract the mean and divide by the deviation."
-        )
-    if images.shape[0] == 0:
-        raise InputError("the batch is empty; images must hold at least one image.")
-    height, width = images.shape[2:]
-    if height < patch_size or width < patch_size or height % patch_size or width % patch_size:
-        raise InputError(
-            f"image height and width must be multiples of the patch size {patch_size}, got "
-            f"{height} x {width}; veca.preprocess fits any size to the grid."
-        )
-    return height // patch_size, width // patch_size
-
-
-def check_finite(images: Tensor) -> None:
-    """Refuse NaN and infinite pixels. Skipped where values are not known, as in tracing."""
-    if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    if images.is_meta or isinstance(images, FakeTensor) or transformed():
-        return
-    # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
-    # own only with pixels far outside any normalisation, hence the second, exact look.
-    if not torch.isfinite(images.sum(dtype=torch.float32)):
-        bad = (~torch.isfinite(images)).flatten(1).any(dim=1).nonzero().flatten().tolist()
-        if bad:
-            raise InputError(
-                f"images {bad} of the batch have NaN or infinite pixels; every pixel must be "
-                "finite. Check how they were decoded and normalised."
-            )

@@ -15,8 +15,8 @@ from veca.cost import Cost, cost
 from veca.images import target_size
 from veca.model import Veca
 from veca.viz import numbers
+from veca.viz.default_weights import DEFAULT_WEIGHTS, FRESH, load_or_fresh
 from veca.viz.report import add_figure, add_numbers, draw_part
-from veca.viz.source import DEFAULT_WEIGHTS, FRESH, choose
 from veca.viz.view import unique_names
 
 __all__ = [
@@ -89,8 +89,8 @@ def quickstart(
         size: the short side of the photos and the side of the timed image, in pixels; the nearest
             multiple of the patch size is taken.
     """
-    name, model, fresh = choose(weights, device)
-    budgets = viz.default_budgets(model, BUDGETS)
+    name, model, fresh = load_or_fresh(weights, device)
+    budgets = viz.fitting_budgets(model, BUDGETS)
     # Photos would be fitted to the patch grid anyway; the timed image has to be of the same size.
     size, _ = target_size(size, size, size, "resize", model.config.patch_size)
 
@@ -196,7 +196,7 @@ def _write_page(
     )
     folder = result.page.parent
     model = views[0].model
-    budgets = viz.default_budgets(model)
+    budgets = viz.fitting_budgets(model)
     ends = viz.Options(cores=sorted({budgets[0], budgets[-1]}))
     for stem, view in unique_names(views):
         for part in PARTS:

@@ -8,9 +8,9 @@ from PIL import Image
 
 from conftest import SMALLEST, stirred
 from veca import create_model, save
+from veca.app.content import Limits, Photo
 from veca.app.handlers import Handlers
-from veca.app.shelf import Shelf
-from veca.app.views import Limits, Photo
+from veca.app.model_cache import ModelCache
 
 
 def make_photo(width: int = 96, height: int = 64, seed: int = 0) -> Image.Image:
@@ -26,16 +26,16 @@ def weights(tmp_path) -> str:
 
 
 @pytest.fixture
-def shelf(weights, monkeypatch, tmp_path) -> Shelf:
-    monkeypatch.setattr("veca.app.shelf.available", lambda: [])
-    return Shelf([weights])
+def models(weights, monkeypatch, tmp_path) -> ModelCache:
+    monkeypatch.setattr("veca.app.model_cache.available", lambda: [])
+    return ModelCache([weights])
 
 
 @pytest.fixture
-def handlers(shelf, tmp_path) -> Handlers:
+def handlers(models, tmp_path) -> Handlers:
     folder = tmp_path / "files"
     folder.mkdir()
-    return Handlers(shelf, Limits(), str(folder))
+    return Handlers(models, Limits(), str(folder))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from PIL import Image
 
 from conftest import SMALLEST, stirred
 from veca import cost, create_model, save
-from veca.features.files import read_features
+from veca.embed.writers.files import read_features
 
 CHROMIUM = os.environ.get("VECA_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

@@ -9,10 +9,10 @@ import pytest
 
 from conftest import SMALLEST
 from veca import create_model, save
+from veca.app.content import Limits
 from veca.app.handlers import Handlers
-from veca.app.shelf import FRESH_NAME, Shelf
-from veca.app.views import Limits
-from veca.features.files import read_features
+from veca.app.model_cache import FRESH_NAME, ModelCache
+from veca.embed.writers.files import read_features
 from veca.quickstart import bundled_photos
 
 CHOICE = (4, 3, 1, "norm")
@@ -103,9 +103,9 @@ def test_unknown_weights_and_sizes_are_messages(handlers):
 
 
 def test_fresh_and_smaller_weights(tmp_path, weights, monkeypatch):
-    monkeypatch.setattr("veca.app.shelf.available", lambda: [])
+    monkeypatch.setattr("veca.app.model_cache.available", lambda: [])
     small = str(save(create_model(SMALLEST, num_cores=2, depth=2), tmp_path / "small"))
-    handlers = Handlers(Shelf([weights, small]), Limits(), str(tmp_path))
+    handlers = Handlers(ModelCache([weights, small]), Limits(), str(tmp_path))
     seen = handlers.start(WEIGHTS, 64, 8, 3, 5, "norm")
     other = handlers.relook(seen["look"], None, "small", 64, 8, 3, 5, "norm")
     assert other["cores"] == {"maximum": 2, "value": 2} and other["layer"]["value"] == 2

@@ -52,7 +52,7 @@ def photos(tmp_path):
 
 def test_features(reached, weights, photos, tmp_path):
     assert reached(
-        "veca.features.extract", "features", photos, "--out", tmp_path / "out", "--weights",
+        "veca.embed.extract", "features", photos, "--out", tmp_path / "out", "--weights",
         weights, "--cores", 3, "--size", "32x48", "--fit", "crop", "--what", "cls", "--format",
         "safetensors", "--dtype", "float32", "--batch-size", 5, "--device", "cpu", "--workers", 2,
         "--root", tmp_path, "--strict", "--overwrite",
@@ -65,7 +65,7 @@ def test_features(reached, weights, photos, tmp_path):
 
 def test_embed(reached, photos, tmp_path):
     assert reached(
-        "veca.collections.embed", "embed", photos, "--out", tmp_path / "out", "--weights", "w",
+        "veca.embed.embed", "embed", photos, "--out", tmp_path / "out", "--weights", "w",
         "--cores", 3, "--size", "native", "--patches", "--dtype", "float32", "--precision",
         "bfloat16", "--batch", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
         "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
@@ -78,7 +78,7 @@ def test_embed(reached, photos, tmp_path):
 
 def test_search(reached, photos):
     assert reached(
-        "veca.collections.search", "search", "folder", photos / "a.png", "--top", 3, "--exact",
+        "veca.embed.search", "search", "folder", photos / "a.png", "--top", 3, "--exact",
         "--weights", "w", "--device", "cpu",
     ) == {"exact": True, "weights": "w", "device": torch.device("cpu")}  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_export(reached, weights, tmp_path):
 def test_publish(reached, tmp_path):
     (tmp_path / "reached.md").write_text("much")
     assert reached(
-        "veca.distill.publish.publish", "publish", "w", "--out", tmp_path / "out", "--name", "n",
+        "veca.distill.export.publish", "publish", "w", "--out", tmp_path / "out", "--name", "n",
         "--licence", "l", "--data", "d", "--data-licence", "dl", "--results",
         tmp_path / "reached.md", "--dtype", "bfloat16",
     ) == {

@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.pictures import picture
 from veca.data import Augmentation, AugmentConfig, DataError, sample_keys
-from veca.data.trivial import OPS, draw
+from veca.data.trivial_augment import OPS, draw
 
 
 def stack(count: int, height: int = 60, width: int = 80) -> torch.Tensor:

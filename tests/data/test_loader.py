@@ -30,7 +30,7 @@ from veca.data import (
 )
 from veca.data.faults import Faults
 from veca.data.order import SampleOrder
-from veca.data.reader import Job, Reader
+from veca.data.reader import Reader, ReadJob
 
 JITTER = AugmentConfig("rrc")
 
@@ -432,10 +432,10 @@ class Listed:
         return "listed"
 
 
-def job(indices: list[int], size: int = 32, teacher: int | None = None) -> Job:
+def job(indices: list[int], size: int = 32, teacher: int | None = None) -> ReadJob:
     rows = np.array(indices)
     shown = None if teacher is None else (teacher, teacher)
-    return Job(0, rows, sample_keys(0, 0, np.arange(len(rows))), (size, size), shown)
+    return ReadJob(0, rows, sample_keys(0, 0, np.arange(len(rows))), (size, size), shown)
 
 
 def test_what_stands_in_for_a_bad_image_is_in_the_subset() -> None:

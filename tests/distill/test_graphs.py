@@ -9,11 +9,13 @@ import torch
 
 from distill.small import TABLE, run, settings
 from veca.distill import DistillError, distill
-from veca.distill.cohort import Cohort
-from veca.distill.describe import estimate_memory
+from veca.distill.data import open_data
+from veca.distill.dry_run import estimate_memory
 from veca.distill.optim import Optimizers
 from veca.distill.parallel import World
-from veca.distill.setup import build_plan, open_data, open_teachers
+from veca.distill.schedule import build_plan
+from veca.distill.teachers import open_teachers
+from veca.distill.trainer import StudentGroup
 
 GRAPHS = {**TABLE["student"], "graphs": True}
 
@@ -33,10 +35,10 @@ def test_memory_of_recorded_passes_is_counted_for_each_student() -> None:
 
 def _estimate(student):
     config, world = settings(student=student, siblings={"twin": student}), World()
-    data, teaching = open_data(config.data, world), open_teachers(config, world)
-    cohort = Cohort(config, teaching, world)
-    plan = build_plan(config, cohort.main.architecture, data.images, world)
-    return estimate_memory(config, plan, cohort, data.source)
+    data, teachers = open_data(config.data, world), open_teachers(config, world)
+    group = StudentGroup(config, teachers, world)
+    plan = build_plan(config, group.main.architecture, data.images, world)
+    return estimate_memory(config, plan, group, data.source)
 
 
 def test_gradients_can_keep_their_place() -> None:

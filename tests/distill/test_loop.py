@@ -38,16 +38,14 @@ from veca.distill import (
     load_targets,
     read_metrics,
 )
+from veca.distill import step as steps
 from veca.distill.checkpoint import CheckpointStore
-from veca.distill.cohort import Cohort
-from veca.distill.ema import WeightAverage
-from veca.distill.loop import Run
-from veca.distill.nested import BudgetSampler
+from veca.distill.data import open_data
+from veca.distill.loop import TrainingRun
+from veca.distill.optim import WeightAverage
 from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher, photo_crops
-from veca.distill.schedule import Phase, Plan, SizeSchedule
-from veca.distill.setup import open_data
-from veca.distill.trainer import Trainer
+from veca.distill.schedule import BudgetSampler, Phase, SizeSchedule, TrainingPlan
 from veca.distill.validate import mean_loss
 from veca.errors import OutputError, VecaError
 from veca.teachers import CallableTeacher, TeacherError, read_dense_vit
@@ -192,16 +190,16 @@ def test_a_checkpoint_becomes_weights(finished, tmp_path) -> None:
 
 def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch, capfd) -> None:
     _, changes, whole = finished
-    real = Cohort.step
+    real = steps.training_step
 
-    def step(self, step, batch):
+    def step(group, step, batch):
         if step.number == 3:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             assert signal.getsignal(signal.SIGTERM) is before
-        return real(self, step, batch)
+        return real(group, step, batch)
 
-    monkeypatch.setattr(Cohort, "step", step)
+    monkeypatch.setattr("veca.distill.loop.training_step", step)
     before = signal.getsignal(signal.SIGTERM)
     result = distill(settings(**changes), tmp_path / "run")
     assert (result.stopped, result.step) == ("signal", 4)
@@ -705,7 +703,7 @@ def test_before_the_cool_down_another_plan_is_welcome(tmp_path) -> None:
 
 
 def test_the_validation_loss_is_a_mean_over_the_grid_of_sums_over_teachers() -> None:
-    lessons = [
+    teachers = [
         SimpleNamespace(name=name, settings=SimpleNamespace(weight=weight))
         for name, weight in (("a", 1.0), ("b", 0.5))
     ]
@@ -713,7 +711,7 @@ def test_the_validation_loss_is_a_mean_over_the_grid_of_sums_over_teachers() -> 
         {"size": 32, "cores": cores, "teacher": name, "loss": loss}
         for cores, name, loss in ((1, "a", 3.0), (1, "b", 4.0), (8, "a", 1.0), (8, "b", 2.0))
     ]
-    assert mean_loss(rows, SimpleNamespace(lessons=lessons)) == pytest.approx((5.0 + 2.0) / 2)
+    assert mean_loss(rows, teachers) == pytest.approx((5.0 + 2.0) / 2)
 
 
 @pytest.mark.parametrize(
@@ -725,13 +723,13 @@ def test_the_validation_loss_is_a_mean_over_the_grid_of_sums_over_teachers() -> 
     ],
 )
 def test_validation_batches_fit_memory_and_ranks(ranks: int, batch: int, wanted: dict) -> None:
-    here = Run.__new__(Run)
+    here = TrainingRun.__new__(TrainingRun)
     here.config = settings(validation={"sizes": [32, 64, 128], "batch": batch})
     sizes = SizeSchedule([Phase({32: 1.0, 64: 1.0})], 8, {32: 12})
-    here.plan = Plan(sizes, BudgetSampler(8), steps=4, warmup=0, lr=1.0, lr_min=0.1)
+    here.plan = TrainingPlan(sizes, BudgetSampler(8), steps=4, warmup=0, lr=1.0, lr_min=0.1)
     here.world = SimpleNamespace(size=ranks)
     architecture = SimpleNamespace(num_cores=8, patch_size=16)
-    here.cohort = SimpleNamespace(
+    here.group = SimpleNamespace(
         main=SimpleNamespace(architecture=architecture), teacher_size=lambda size: (size, size)
     )
     here._check_sizes()
@@ -747,13 +745,13 @@ def test_the_average_counts_the_steps_done(tmp_path, monkeypatch):
 
 def test_large_images_come_in_more_parts(tmp_path, monkeypatch) -> None:
     seen = []
-    learn = Trainer.learn
+    plain = steps.forward_backward
 
-    def note(self, pixels, *rest, **more):
+    def note(trainer, loss, pixels, *rest, **more):
         seen.append((pixels.shape[-1], len(pixels)))
-        return learn(self, pixels, *rest, **more)
+        return plain(trainer, loss, pixels, *rest, **more)
 
-    monkeypatch.setattr(Trainer, "learn", note)
+    monkeypatch.setattr(steps, "forward_backward", note)
     phases = [{"draw": {"32": 1.0}, "until": 1}, {"draw": {"48": 1.0}}]
     changes = {
         "optimizer": {"accumulate": 2, "accumulate_by_size": {"48": 4}},

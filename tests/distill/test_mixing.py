@@ -16,11 +16,10 @@ from distill.small import curve, run, settings
 from veca.data import Augmentation, AugmentConfig, DataError, sample_keys
 from veca.data.mixing import apply, draw
 from veca.distill import DistillError, distill, load_config, load_targets, read_metrics
+from veca.distill import step as steps
 from veca.distill.checkpoint import CheckpointStore
-from veca.distill.cohort import Cohort
+from veca.distill.data import open_data
 from veca.distill.parallel import World
-from veca.distill.setup import open_data
-from veca.distill.trainer import Trainer
 from veca.teachers import CallableTeacher
 from veca.weights import read_provenance
 
@@ -82,18 +81,18 @@ class Colours(nn.Module):
 @pytest.mark.parametrize("stride", [16, 32])  # of 32: the teacher sees 64 pixels, the student 32
 def test_targets_are_of_the_mixed_pixels(tmp_path, monkeypatch, stride: int) -> None:
     learnt, batches = [], []
-    learn, step = Trainer.learn, Cohort.step
+    learn, step = steps.forward_backward, steps.training_step
 
-    def note_learning(self, pixels, targets, *args, **more):
+    def note_learning(trainer, loss, pixels, targets, *args, **more):
         learnt.append((pixels.clone(), targets[0]))
-        return learn(self, pixels, targets, *args, **more)
+        return learn(trainer, loss, pixels, targets, *args, **more)
 
-    def note_step(self, planned, batch):
+    def note_step(group, planned, batch):
         batches.append(batch)
-        return step(self, planned, batch)
+        return step(group, planned, batch)
 
-    monkeypatch.setattr(Trainer, "learn", note_learning)
-    monkeypatch.setattr(Cohort, "step", note_step)
+    monkeypatch.setattr(steps, "forward_backward", note_learning)
+    monkeypatch.setattr("veca.distill.loop.training_step", note_step)
     network = Colours(stride)
     teacher = CallableTeacher(network, width=3, stride=stride, name="colours")
     table = {"name": "colours", "standardise": True, "standardise_images": 8}

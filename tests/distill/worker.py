@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from veca.distill import DistillConfig, distill
-from veca.distill.cohort import Cohort
+from veca.distill import DistillConfig, distill, loop
 from veca.distill.parallel import launch
 from veca.weights import tensors as stored
 
@@ -31,15 +30,15 @@ def kill_in_save(step: int) -> None:
 
 def lose_worker(step: int) -> None:
     """Have the last rank die by SIGKILL at a step, the first time the job is started."""
-    real = Cohort.step
+    real = loop.training_step
 
-    def one_step(self, planned, batch):
+    def one_step(group, planned, batch):
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if first and planned.number == step and self.world.rank == self.world.size - 1:
+        if first and planned.number == step and group.world.rank == group.world.size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, planned, batch)
+        return real(group, planned, batch)
 
-    Cohort.step = one_step
+    loop.training_step = one_step
 
 
 def leave_at_once() -> None:

@@ -63,7 +63,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """Every page whose blocks are run. The reference in `docs/api` is made from docstrings."""
+    """Every page whose blocks are run. `docs/reference` comes from docstrings."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 
 

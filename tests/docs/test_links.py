@@ -10,7 +10,7 @@ from docs import pages
 
 DOCUMENTS = [
     *pages.pages(),
-    *sorted((pages.ROOT / "docs" / "api").glob("*.md")),
+    *sorted((pages.ROOT / "docs" / "reference").glob("*.md")),
     pages.ROOT / "CHANGELOG.md",
 ]
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -48,8 +48,8 @@ def test_pages_install_from_the_clone():
 
 
 def test_every_page_is_in_the_index():
-    index = (pages.ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    index = (pages.ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     linked = {link.partition("#")[0] for link in _LINK.findall(index)}
-    found = {p.name for p in (pages.ROOT / "docs").glob("*.md")} - {"README.md"}
+    found = {p.name for p in (pages.ROOT / "docs").glob("*.md")} - {"index.md"}
     assert not found - linked
-    assert "api/README.md" in linked
+    assert "reference/index.md" in linked

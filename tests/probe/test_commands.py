@@ -10,10 +10,10 @@ import typer
 
 import veca
 from probe import sets
-from veca.cli.probe import _command, _named, default_budgets, parse_budgets, probe
+from veca.cli.probe import probe
 from veca.cli.report import report
 from veca.errors import InputError, VecaError, WeightsError
-from veca.probe import ProbeError, as_backbone, run_probe
+from veca.probe import ProbeError, as_backbone, repeat_command, run_folder, run_probe
 from veca.teachers import save_dense_vit
 
 SMALL = [
@@ -201,28 +201,17 @@ def test_data_that_is_not_there_leaves_no_folder(run, pets, weights, tmp_path, m
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_budgets():
-    assert parse_budgets("8, 64") == [8, 64]
-    assert parse_budgets("8,16,...,64") == [8, 16, 24, 32, 40, 48, 56, 64]
-    assert parse_budgets("1,4,8,...,16") == [1, 4, 8, 12, 16]
-    for wrong in ("8,...,64", "8,16,...", "8,16,...,63", "16,8,...,64", "a", ""):
-        with pytest.raises(InputError, match="--cores"):
-            parse_budgets(wrong)
-    assert default_budgets(64) == [8, 16, 24, 32, 40, 48, 56, 64]
-    assert default_budgets(4) == [4] and default_budgets(20) == [8, 16, 20]
-
-
-def test_names_of_weights(tmp_path):
-    (tmp_path / "run" / "best").mkdir(parents=True)
-    assert _named(str(tmp_path / "run" / "best")) == ("best", str(tmp_path / "run" / "best"))
-    assert _named("mine=a/b") == ("mine", "a/b")
-    assert _named("veca_small_patch16") == ("veca_small_patch16", "veca_small_patch16")
-
-
 def test_the_command_is_fit_to_publish(tmp_path):
     options = {
         "data": tmp_path / "some pets", "weights": [str(tmp_path / "w"), "x"], "verify": True,
         "size": None,
     }  # fmt: skip
-    text = _command("knn", options)
+    text = repeat_command("knn", options)
     assert text == "veca probe knn --data 'some pets' --weights w --weights x --verify"
+
+
+def test_where_results_go(tmp_path):
+    assert run_folder("knn", "folder").as_posix() == "runs/probe/knn-folder"
+    assert run_folder("knn", "folder", tmp_path) == tmp_path
+    assert run_folder("knn", "folder", tmp_path, several=True) == tmp_path / "knn-folder"
+    assert run_folder("knn", "folder", several=True).as_posix() == "runs/probe/knn-folder"

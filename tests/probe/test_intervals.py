@@ -17,14 +17,14 @@ from probe import sets
 from probe.test_backbone import teacher
 from probe.test_run import SETS
 from veca.probe import TeacherBackbone, VecaBackbone, run_probe, write_report, write_tables
-from veca.probe.data import Data
+from veca.probe.data import ProbeData
 from veca.probe.intervals import DRAWS, Resampling, _student, iou_sums, mean_sums
 from veca.probe.metrics import PRIMARY, Confusion
 from veca.probe.record import Run
 from veca.probe.run import resampling_of
 from veca.probe.schedule import generator
 from veca.probe.table import cells, csv_text, header, markdown, rich_table, show_interval
-from veca.probe.tasks import run_task
+from veca.probe.tasks import make_task
 
 
 def every(sums):
@@ -98,7 +98,7 @@ class TestResampling:
     )
     def test_as_the_dataset_says(self, groups, in_time, expected):
         test = SimpleNamespace(groups=groups, in_time=in_time)
-        made = resampling_of(Data(None, test, [], [1, 2, 3]), seed=7)
+        made = resampling_of(ProbeData(None, test, [], [1, 2, 3]), seed=7)
         assert made.describe() == {"share": 0.95, "draws": DRAWS, **expected}
         assert made.seed == 7
 
@@ -242,10 +242,12 @@ def outcomes(monkeypatch):
     found = []
 
     def keep(*words):
-        found.extend(run_task(*words))
-        return found
+        task = make_task(*words)
+        score = task.outcomes
+        task.outcomes = lambda features: found.extend(score(features)) or found
+        return task
 
-    monkeypatch.setattr("veca.probe.run.run_task", keep)
+    monkeypatch.setattr("veca.probe.run.make_task", keep)
     return found
 
 

@@ -23,9 +23,9 @@ from veca.probe import (
     run_probe,
 )
 from veca.probe.datasets import DatasetError, open_dataset
-from veca.probe.knn import predict
 from veca.probe.record import Run, check_out, read_run, write_run
-from veca.probe.verify import require_sklearn
+from veca.probe.tasks.knn import predict
+from veca.probe.tasks.shared import require_sklearn
 from veca.teachers import load_teacher
 
 SETS = {

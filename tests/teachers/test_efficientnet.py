@@ -177,7 +177,7 @@ def test_missing_package_names_the_extra(monkeypatch):
     with pytest.raises(MissingExtraError, match=r"pip install 'veca\[teacher-efficientnet\]'"):
         load_teacher("efficientnet-lite2")
     monkeypatch.setitem(sys.modules, "efficientnet_lite4_pytorch_model", None)
-    with pytest.raises(MissingExtraError, match="pip install 'efficientnet-lite4-pytorch-model'"):
+    with pytest.raises(MissingExtraError, match="pip install efficientnet-lite4-pytorch-model"):
         load_teacher("efficientnet-lite4")
 
 

@@ -8,8 +8,8 @@ from PIL import Image
 
 from veca import preprocess, viz
 from veca.errors import InputError
-from veca.viz.source import choose, fresh_model, is_fresh
-from veca.viz.view import default_budgets, default_layers, unique_names
+from veca.viz.default_weights import fresh_model, is_fresh, load_or_fresh
+from veca.viz.view import default_layers, fitting_budgets, unique_names
 
 
 def test_a_view_holds_what_the_model_says(tiny, view, photo):
@@ -77,7 +77,7 @@ def test_points_fall_on_patches(view):
 
 
 def test_budgets_and_layers_of_a_figure(tiny, view):
-    assert default_budgets(tiny) == [8] and default_budgets(tiny, (16, 64)) == [8]
+    assert fitting_budgets(tiny) == [8] and fitting_budgets(tiny, (16, 64)) == [8]
     assert default_layers(tiny) == [1, 2, 3] and default_layers(tiny, 2) == [1, 3]
     assert default_layers(fresh_model("tiny")) == [1, 5, 8, 12]
     with pytest.raises(InputError, match="1 to 8"):
@@ -99,14 +99,23 @@ def test_fresh_weights_are_recognised(tiny, tmp_path, monkeypatch):
     from veca import save
 
     monkeypatch.setenv("VECA_CACHE", str(tmp_path))
-    monkeypatch.setattr("veca.viz.source.find", lambda name: None)
+    monkeypatch.setattr("veca.viz.default_weights.find", lambda name: None)
     state = torch.random.get_rng_state()
-    chosen = choose()
+    chosen = load_or_fresh()
     assert chosen.fresh and "fresh" in chosen.name and not chosen.model.training
     assert torch.equal(state, torch.random.get_rng_state())
-    again = choose().model.state_dict()
+    again = load_or_fresh().model.state_dict()
     assert all(torch.equal(again[k], v) for k, v in chosen.model.state_dict().items())
     assert not is_fresh(tiny)
-    assert not choose(str(save(tiny, tmp_path / "stirred"))).fresh
+    assert not load_or_fresh(str(save(tiny, tmp_path / "stirred"))).fresh
     fresh = viz.View(chosen.model, Image.new("RGB", (32, 32)), 32).model
-    assert choose(str(save(fresh, tmp_path / "fresh"))).fresh
+    assert load_or_fresh(str(save(fresh, tmp_path / "fresh"))).fresh
+
+
+def test_names_of_0_1_still_work():
+    with pytest.warns(DeprecationWarning, match="PhotoFeatures"):
+        assert viz.Run is viz.PhotoFeatures
+    with pytest.warns(DeprecationWarning, match="fitting_budgets"):
+        assert viz.default_budgets is viz.fitting_budgets
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = viz.nonsense

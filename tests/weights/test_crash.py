@@ -101,7 +101,8 @@ STOPS = {
 # One process for each, which stops for ever at its point; forked, because torch is slow to import.
 SAVERS = """
 import os, sys, time
-from veca import create_model, files
+from veca import create_model
+from veca._util import files
 from veca.weights import save, store, tensors
 
 folder, stops, changes = sys.argv[1], sys.argv[2].split(";"), eval(sys.argv[3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,36 @@ def test_the_same_outputs(tmp_path: Path, family: str, output: str) -> None:
             assert patches.abs().max() > 0.5
             torch.testing.assert_close(out.cls, cls, atol=1e-4, rtol=0)
             torch.testing.assert_close(out.patches, patches, atol=1e-4, rtol=0)
+
+
+def test_a_file_as_their_training_writes_it(tmp_path: Path) -> None:
+    """Optimisers, schedules and progress beside the weights: torch reads all of it safely."""
+    c = authors.settings()
+    state = authors.state(c)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    adam, muon = torch.optim.AdamW(layers.parameters()), torch.optim.Muon([layers[0].weight])
+    schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: 1 / (1 + step))
+    layers(torch.ones(1, 4)).sum().backward()
+    for part in (adam, muon, schedule):
+        part.step()
+    weights = OrderedDict(state)
+    weights._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]  # as state_dict() does
+    path = checkpoint(
+        tmp_path / "x.pt",
+        weights,
+        c,
+        optimizer=adam.state_dict(),
+        optimizer_muon=muon.state_dict(),
+        scheduler=schedule.state_dict(),
+        global_step=7,
+        best_val_avg_grid=float("inf"),
+        best_val_avg_by_budget={"8": 0.25},
+        pos_alpha=[0.5, 0.5],
+        model_arch_version="v1",
+    )
+    model = import_official(path)
+    assert torch.equal(model.norm.weight, state["final_norm.weight"])
+    assert official.provenance(official.read_checkpoint(path))["global_step"] == 7
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
@@ -453,7 +484,7 @@ def test_sizes_of_ours_get_no_family_of_theirs() -> None:
 def test_provenance(small: tuple[Path, dict[str, Tensor], dict[str, Any]]) -> None:
     path, state, c = small
     checkpoint(path, state, c, global_step=7, epoch="x")
-    record = official.provenance(official.read(path))
+    record = official.provenance(official.read_checkpoint(path))
     assert record["teacher"] == "someone/teacher"
     assert record["budgets"] == [8, 16]
     assert record["global_step"] == 7

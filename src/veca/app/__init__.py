@@ -1,5 +1,5 @@
 """The live page: a photo, a budget slider, and what changes when it moves.
 
-`shelf` holds the weights, `views` computes pictures and numbers (no web code), `page` lays them
-out with gradio, `serve` runs the page. Nothing else in the package imports this.
+`model_cache` holds the weights, `content` computes pictures and numbers (no web code), `page`
+lays them out with gradio, `serve` runs the page. Nothing else in the package imports this.
 """

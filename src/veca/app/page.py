@@ -8,8 +8,8 @@ from typing import Any
 
 from PIL import Image
 
+from veca._util.extras import require
 from veca.app.handlers import Changes, Handlers
-from veca.errors import MissingExtraError
 from veca.quickstart import bundled_photos
 
 SIZES = (128, 1024, 64)  # of the slider: from, to, step
@@ -45,21 +45,9 @@ _CLICK_FILE = """() => {
 }"""
 
 
-def import_gradio() -> Any:
-    """gradio, or an error that names the extra."""
-    try:
-        import gradio  # type: ignore[import-not-found,import-untyped]
-    except ImportError as error:
-        raise MissingExtraError(
-            "the demo needs gradio, which is not installed; install it with: pip install "
-            "'veca[demo]'."
-        ) from error
-    return gradio
-
-
-def build(handlers: Handlers) -> Any:
+def build_page(handlers: Handlers) -> Any:
     """The page as gradio Blocks; `serve` launches it."""
-    gr = import_gradio()
+    gr = require("gradio", "the demo")
     # Files older than an hour are removed every ten minutes.
     with gr.Blocks(
         title="VECA", analytics_enabled=False, delete_cache=(600, 3600), fill_width=True
@@ -71,7 +59,7 @@ def build(handlers: Handlers) -> Any:
 
 def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     """The components by name, in the order in which they stand on the page."""
-    with handlers.shelf.use(handlers.shelf.default) as entry:
+    with handlers.models.use(handlers.models.default) as entry:
         most, depth = entry.model.config.num_cores, entry.model.config.depth
     parts: dict[str, Any] = {name: gr.State(None) for name in _STATES}
 
@@ -125,7 +113,7 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
                 elem_id="gallery",
             )
             add("gallery", gallery)
-            names, default = handlers.shelf.names, handlers.shelf.default
+            names, default = handlers.models.names, handlers.models.default
             add("weights", gr.Dropdown(names, value=default, label="weights", elem_id="weights"))
             add("download", gr.Button("download the features (.npz)", elem_id="download"))
             hidden = gr.DownloadButton("file", elem_id="file", elem_classes="out-of-sight")

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from veca._util.extras import require
+from veca.app.content import Limits
 from veca.app.handlers import Handlers
-from veca.app.page import CSS, build, import_gradio
-from veca.app.shelf import Shelf
-from veca.app.views import Limits
+from veca.app.model_cache import ModelCache
+from veca.app.page import CSS, build_page
 from veca.errors import InputError
 
 LOCAL = "127.0.0.1"
@@ -46,8 +47,8 @@ def running(
         tempfile.TemporaryDirectory(prefix="veca-demo-", ignore_cleanup_errors=True) as folder,
         _environment(folder),
     ):
-        gr = import_gradio()
-        page = build(Handlers(Shelf(weights, device), limits, folder))
+        gr = require("gradio", "the demo")
+        page = build_page(Handlers(ModelCache(weights, device), limits, folder))
         try:
             _, address, _ = page.queue(max_size=64, api_open=False).launch(
                 server_name=host,

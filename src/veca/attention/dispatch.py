@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from veca.attention import reference, sdpa, triton
+from veca.attention import fused, reference, sdpa
 from veca.errors import InputError, suggest
 from veca.rope import Rotation, transformed
 
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
 
 def default_backend(device: torch.device | str) -> Choice:
     """What "auto" takes on `device` for shapes the kernels support, and the reason in words."""
-    why_not = triton.unavailable(torch.device(device))
+    why_not = fused.unavailable(torch.device(device))
     if why_not is None:
         return Choice("triton", "one pass over the tokens")
     return Choice("sdpa", why_not)
@@ -71,7 +71,7 @@ def _choose(
         return sdpa.core_attention
     if backend not in BACKENDS:
         raise InputError(f"unknown attention backend {suggest(str(backend), BACKENDS)}")
-    why_not = triton.unavailable(q.device) or triton.unsupported(q, k, v, num_cores)
+    why_not = fused.unavailable(q.device) or fused.unsupported(q, k, v, num_cores)
     # Torch's own kernels do full attention, gradients of the patches' tables, and large problems
     # in float32, where the matrix units are out of reach of both and theirs are tuned longer.
     full = num_cores == q.shape[2]
@@ -79,7 +79,7 @@ def _choose(
     large = q.dtype == torch.float32 and not learning and q[..., 0].numel() > 50_000
     better = not (full or large or _needs_grad(patch_rotation))
     if why_not is None and (backend == "triton" or better):
-        return triton.core_attention
+        return fused.core_attention
     if backend == "triton":
         raise InputError(f"the triton backend cannot run here: {why_not}. Use backend='auto'.")
     return sdpa.core_attention

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from veca._util.cuda import side_stream
 from veca._util.memory import is_out_of_memory, peak_tensor_memory
+from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
 from veca.engine import compile_for_inference
 from veca.errors import InputError, suggest
-from veca.model import Veca, check_budget
+from veca.model import Veca
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What can be timed."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from veca._util.numbers import parse_numbers as parse_numbers
 from veca.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -37,19 +38,6 @@ def pick_device(name: str) -> torch.device:
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     return usable_device(name)
-
-
-def parse_numbers(text: str, what: str) -> list[int]:
-    """'8,16,64' -> [8, 16, 64]; at least one whole number of at least 1."""
-    try:
-        numbers = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise InputError(
-            f"{what} must be whole numbers of at least 1, such as 8,32,64; got {text!r}."
-        )
-    return numbers
 
 
 def parse_size(text: str | None) -> int | tuple[int, int] | None:

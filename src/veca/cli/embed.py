@@ -87,8 +87,8 @@ def embed(
     veca embed photos/ --out vectors/ --weights my-weights --cores 32
     """
     from veca._util.progress import progress_bar
-    from veca.collections import embed as embed_collection
     from veca.data import open_source
+    from veca.embed import embed as embed_collection
 
     images = open_source(source[0] if len(source) == 1 else source)
     say_passed_over(getattr(images, "passed_over", {}))

@@ -64,7 +64,7 @@ def export(
     import torch
 
     from veca.export import ANY, export_model
-    from veca.export.onnx_file import require
+    from veca.export.onnx_file import require_onnx
     from veca.weights import load
 
     budgets: list[int | str] = [
@@ -76,7 +76,7 @@ def export(
     parts = check_sizes.split(",") if check_sizes else []
     checked = [_sides(part, "--check-sizes") for part in parts] or None
     if to is Format.onnx:
-        require("onnx", "onnxscript", "onnxruntime")  # before the weights, which may be a download
+        require_onnx()  # before the weights, which may be a download
     if threads is not None:
         torch.set_num_threads(threads)
     model = load(weights)

@@ -77,7 +77,7 @@ def features(
 
     from veca._util.files import printable
     from veca._util.progress import progress_bar
-    from veca.features import extract
+    from veca.embed import extract
     from veca.images import find_images
     from veca.weights import load
 

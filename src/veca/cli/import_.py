@@ -37,8 +37,8 @@ def import_(
             f"{taken[0] if taken else out} is there already; add --force to replace it."
         )
 
-    read = official.read(checkpoint)
-    model = official.build(read)
+    read = official.read_checkpoint(checkpoint)
+    model = official.build_model(read)
     stored = torch.float16 if dtype is StoredDtype.float16 else torch.float32
     store.save(model, out, provenance=official.provenance(read), dtype=stored)
 

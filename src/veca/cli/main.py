@@ -56,11 +56,15 @@ for command in (
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        import torch
+        from importlib.metadata import PackageNotFoundError, version
 
         from veca import __version__
 
-        typer.echo(f"veca {__version__}, torch {torch.__version__}")
+        try:
+            torch = version("torch")  # as installed; importing it would take a second
+        except PackageNotFoundError:
+            torch = "not installed"
+        typer.echo(f"veca {__version__}, torch {torch}")
         raise typer.Exit
 
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from veca.cli.common import Device, Threads, console, parse_numbers, pick_device, writable_folder
-from veca.errors import InputError, MissingExtraError
+from veca.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    import torch
-
-    from veca.probe import Backbone, Run
+    from veca.probe import Run
 
 
 def probe(
@@ -121,11 +118,20 @@ def probe(
     import torch
 
     from veca._util.progress import progress_bar
-    from veca.probe import load_protocol, planned_subject, run_probe
-    from veca.probe.record import check_out
+    from veca.probe import (
+        check_out,
+        load_backbones,
+        load_protocol,
+        parse_budgets,
+        parse_options,
+        planned_subject,
+        repeat_command,
+        run_folder,
+        run_probe,
+    )
 
     tasks = list(dict.fromkeys(part.strip() for part in task.split(",")))
-    options = _dataset_options(option or [])
+    options = parse_options(option or [])
     if check:
         _check(tasks, dataset, data, options)
         return
@@ -141,14 +147,14 @@ def probe(
     place = pick_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    backbones = _backbones(
+    backbones = load_backbones(
         weights or [],
-        teacher,
-        baseline or [],
-        cores,
-        place,
-        getattr(torch, chosen.extract.dtype),
-        allow_remote_code,
+        teacher=teacher,
+        baselines=baseline or [],
+        budgets=parse_budgets(cores) if cores else None,
+        device=place,
+        dtype=getattr(torch, chosen.extract.dtype),
+        allow_remote_code=allow_remote_code,
     )
     used = {
         "data": data, "dataset": dataset, "option": option, "weights": weights, "teacher": teacher,
@@ -162,11 +168,8 @@ def probe(
         folders = {}
         for one in tasks:
             planned = planned_subject(one, backbones, dataset=dataset, protocol=chosen, sizes=sizes)
-            name = f"{one}-{planned['dataset']}"
-            base = out or Path("runs", "probe")
-            folders[one] = stack.enter_context(
-                writable_folder(base if out and len(tasks) == 1 else base / name)
-            )
+            folder = run_folder(one, planned["dataset"], out, several=len(tasks) > 1)
+            folders[one] = stack.enter_context(writable_folder(folder))
             check_out(folders[one], planned, overwrite)
         for one, folder in folders.items():
             with progress_bar("preparing", console) as update:
@@ -187,37 +190,18 @@ def probe(
                     workers=workers,
                     measure_time=time,
                     verify=verify,
-                    command=_command(one, used),
+                    command=repeat_command(one, used),
                     progress=lambda text, done, total: update(done, total, text),
                 )
             _show(run, folder)
 
 
-def _dataset_options(lines: list[str]) -> dict[str, Any]:
-    """["partition=2"] -> {"partition": 2}; values as in TOML."""
-    from veca.probe.protocol import toml_value
-
-    found = {}
-    for line in lines:
-        name, equals, value = line.partition("=")
-        if not equals:
-            raise InputError(f"--option reads NAME=VALUE, such as partition=2; got {line!r}.")
-        found[name.strip()] = toml_value(value.strip(), line)
-    return found
-
-
 def _check(tasks: list[str], dataset: str, data: Path, options: dict[str, Any]) -> None:
-    """Read every image and label of a dataset; exit with 1 if something is wrong with it."""
-    from veca.errors import suggest
-    from veca.probe.data import DATASET_TASK
-    from veca.probe.datasets import check_dataset
+    """Print what is wrong with a dataset; exit with 1 if anything is."""
+    from veca.probe import check_data
 
-    for one in tasks:
-        if one not in DATASET_TASK:
-            raise InputError(f"unknown task {suggest(one, DATASET_TASK)}")
     sound = True
-    for kind in dict.fromkeys(DATASET_TASK[one] for one in tasks):
-        found = check_dataset(dataset, data, task=kind, contents=True, **options)
+    for found in check_data(tasks, dataset, data, options):
         console.print(str(found), markup=False, highlight=False, soft_wrap=True)
         sound = sound and found.ok
     if not sound:
@@ -243,89 +227,3 @@ def _show(run: Run, folder: Path) -> None:
     console.print(best_text(run), markup=False, highlight=False, soft_wrap=True)
     names = ", ".join(path.name for path in written)
     console.print(f"wrote {names} -> {folder}", markup=False, soft_wrap=True)
-
-
-def _backbones(
-    weights: list[str],
-    teacher: str | None,
-    baselines: list[str],
-    cores: str | None,
-    device: torch.device,
-    dtype: torch.dtype,
-    allow_remote_code: bool,
-) -> list[Backbone]:
-    from veca.probe import BlindBackbone, DenseBackbone, TeacherBackbone, VecaBackbone
-    from veca.probe.backbone import BASELINE, TEACHER
-    from veca.probe.blind import NAME as BLIND
-    from veca.teachers import load_teacher, read_dense_vit
-    from veca.teachers.ours import is_dense_vit
-    from veca.weights import load
-    from veca.weights.names import public_name
-
-    if not weights and not teacher and not baselines:
-        raise InputError("nothing to probe; give --weights, --teacher or --baseline.")
-    if cores and not weights:
-        raise InputError("--cores are budgets of VECA weights; give --weights.")
-    found: list[Backbone] = []
-    for spec, role in [(teacher, TEACHER), *((one, BASELINE) for one in baselines)]:
-        if spec == BLIND and role == BASELINE:
-            found.append(BlindBackbone(device=device))
-        elif spec is not None:
-            network = load_teacher(
-                spec, device=device, dtype=dtype, allow_remote_code=allow_remote_code
-            )
-            found.append(TeacherBackbone(network, name=public_name(network.name), role=role))
-    for source in weights:
-        name, path = _named(source)
-        if is_dense_vit(Path(path).expanduser()):
-            control, _ = read_dense_vit(path)
-            found.append(DenseBackbone(control.to(device, dtype), name=name))
-            continue
-        model = load(path, device=device, dtype=dtype)
-        budgets = parse_budgets(cores) if cores else default_budgets(model.config.num_cores)
-        found += VecaBackbone(model, name=name).at(budgets)
-    return found
-
-
-def _named(source: str) -> tuple[str, str]:
-    """ "NAME=PATH" -> (NAME, PATH); otherwise the last part of the path is the name."""
-    name, equals, path = source.partition("=")
-    if equals and "/" not in name and not Path(source).exists():
-        return name, path
-    last = Path(source).name if Path(source).expanduser().exists() else source
-    return last.removesuffix(".safetensors"), source
-
-
-def parse_budgets(text: str) -> list[int]:
-    """'8,16,64' -> [8, 16, 64]; '8,16,...,64' counts on in equal steps."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not any(set(part) <= {".", "…"} for part in parts):
-        return list(dict.fromkeys(parse_numbers(text, "--cores")))
-    at = next(i for i, part in enumerate(parts) if set(part) <= {".", "…"})
-    numbers = parse_numbers(",".join(parts[:at] + parts[at + 1 :]), "--cores")
-    if at < 2 or at != len(parts) - 2:
-        raise InputError(f"--cores with '...' reads FIRST,SECOND,...,LAST; got {text!r}.")
-    step, last = numbers[at - 1] - numbers[at - 2], numbers[-1]
-    if step < 1 or (last - numbers[at - 1]) % step:
-        raise InputError(f"--cores {text!r}: {last} is not reached in equal steps.")
-    return [*numbers[: at - 1], *range(numbers[at - 1], last + 1, step)]
-
-
-def default_budgets(bank: int) -> list[int]:
-    """8, 16, ... and the whole bank."""
-    return sorted({*range(8, bank + 1, 8), bank})
-
-
-def _command(task: str, options: dict[str, Any]) -> str:
-    """The command to repeat a run; paths are shortened to their last part, to be published."""
-    from veca.weights.names import public_name
-
-    words = ["veca", "probe", task]
-    for name, value in options.items():
-        for one in value if isinstance(value, list) else [value]:
-            if one is True:
-                words.append(f"--{name}")
-            elif one is not None:
-                text = Path(one).name if isinstance(one, Path) else public_name(str(one))
-                words += [f"--{name}", text]
-    return shlex.join(words)

@@ -27,7 +27,7 @@ def publish(
     """Write weights to ship: half precision, provenance without local paths, a model card."""
     import torch
 
-    from veca.distill.publish import publish as write
+    from veca.distill.export import publish as write
     from veca.errors import InputError, suggest
 
     dtypes = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32")}

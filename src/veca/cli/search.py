@@ -34,8 +34,8 @@ def search(
 
     veca search vectors/ photo.jpg --top 5
     """
-    from veca.collections import contact_sheet
-    from veca.collections import search as search_collection
+    from veca.embed import contact_sheet
+    from veca.embed import search as search_collection
 
     matches = search_collection(
         folder, query, top, exact=exact, weights=weights, device=pick_device(device)

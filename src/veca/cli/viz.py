@@ -91,8 +91,8 @@ def viz(
     from veca.errors import suggest
     from veca.images import find_images
     from veca.viz import numbers
-    from veca.viz.figures import is_file_name, output_format
-    from veca.viz.source import FRESH, choose
+    from veca.viz.catalogue import is_file_name, output_format
+    from veca.viz.default_weights import FRESH, load_or_fresh
 
     if figure != "report" and figure not in library.FIGURES:
         raise InputError(f"unknown figure {suggest(figure, [*library.FIGURES, 'report'])}")
@@ -109,7 +109,7 @@ def viz(
     files, pixels = find_images(photos), parse_size(size)
     if threads is not None:
         torch.set_num_threads(threads)
-    name, model, fresh = choose(weights, pick_device(device))
+    name, model, fresh = load_or_fresh(weights, pick_device(device))
     views = [library.View(model, file, pixels, height=height) for file in files]
     options = library.Options(
         **asked,

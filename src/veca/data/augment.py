@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from veca.data import mixing, trivial
+from veca.data import mixing, trivial_augment
 from veca.data.draws import Keys, uniform
 from veca.data.resample import Size, crop_resize_batch, upload
 from veca.errors import DataError, suggest
@@ -206,8 +206,8 @@ class Augmentation:
         if self.config.kind == "rrc":
             return self._jitter(student, keys, teacher)
         if self.config.kind == "paper" and self.config.trivial:
-            drawn = trivial.draw(keys, (_OP, _BIN, _SIGN))
-            student, *rest = trivial.apply(student, drawn, teacher)
+            drawn = trivial_augment.draw(keys, (_OP, _BIN, _SIGN))
+            student, *rest = trivial_augment.apply(student, drawn, teacher)
             teacher = rest[0] if rest else None
         return Views(_to_unit(student), None if teacher is None else _to_unit(teacher))
 

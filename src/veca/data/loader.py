@@ -20,7 +20,7 @@ from veca.data.index import digest
 from veca.data.mixing import check_pairs
 from veca.data.order import SampleOrder, Stretch
 from veca.data.pool import default_workers
-from veca.data.reader import Job, Piece, Reader, Stream
+from veca.data.reader import Piece, Reader, ReadJob, Stream
 from veca.data.resample import Size, upload
 from veca.data.sources import Spec, open_source
 from veca.errors import DataError
@@ -354,7 +354,7 @@ class Loader:
             row = rows.stop
         return out, teacher
 
-    def _piece(self, job: Job, request: _Request) -> Piece:
+    def _piece(self, job: ReadJob, request: _Request) -> Piece:
         if self._reader is None:  # pragma: no cover - images in memory have no jobs
             raise DataError("images in memory are not read from a disk.")
         if not self.workers:
@@ -367,7 +367,7 @@ class Loader:
             raise DataError(f"the workers lost their place at step {request.step}; run it again.")
         return piece
 
-    def _restart(self, jobs: Iterator[Job]) -> None:
+    def _restart(self, jobs: Iterator[ReadJob]) -> None:
         if self._stream is None and self._reader is not None:
             pin = self.device.type == "cuda"
             self._stream = Stream(
@@ -376,7 +376,7 @@ class Loader:
         if self._stream is not None:
             self._stream.start(jobs)
 
-    def _ahead(self, request: _Request) -> Iterator[Job]:
+    def _ahead(self, request: _Request) -> Iterator[ReadJob]:
         """Jobs from this batch on: as planned, or like this one."""
         while True:
             yield from self._jobs(request)
@@ -387,12 +387,12 @@ class Loader:
                 )
             request = self._request(request.step + 1, request.end, likely)
 
-    def _jobs(self, request: _Request) -> list[Job]:
+    def _jobs(self, request: _Request) -> list[ReadJob]:
         """One batch as pieces, so that all workers share it."""
         _, indices, keys, first = self._rows(request)
         piece = max(1, min(_LARGEST_PIECE, -(-len(indices) // max(1, self.workers))))
         return [
-            Job(
+            ReadJob(
                 request.start + first + i,
                 indices[i : i + piece],
                 keys[i : i + piece],

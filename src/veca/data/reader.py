@@ -25,7 +25,7 @@ _TRIES = 10
 _REPLACE = 1000  # streams from here on pick replacements
 
 
-class Job(NamedTuple):
+class ReadJob(NamedTuple):
     """Some samples of one batch, to be cut at one size."""
 
     start: int
@@ -69,7 +69,7 @@ class Reader(Dataset[Piece]):
     ) -> None:
         self.source, self.augmentation, self.allowed = source, augmentation, allowed
 
-    def __getitem__(self, job: Job) -> Piece:
+    def __getitem__(self, job: ReadJob) -> Piece:
         count = len(job.indices)
         student = np.zeros((count, 3, *job.size), np.uint8)
         teacher = None
@@ -94,7 +94,7 @@ class Reader(Dataset[Piece]):
         )
 
     def _views(
-        self, index: int, key: NDArray[np.uint64], job: Job, bad: list[tuple[str, str]]
+        self, index: int, key: NDArray[np.uint64], job: ReadJob, bad: list[tuple[str, str]]
     ) -> list[NDArray[np.uint8]]:
         for attempt in range(_TRIES + 1):
             try:
@@ -110,7 +110,7 @@ class Reader(Dataset[Piece]):
             f"the images are still there."
         )
 
-    def _cut(self, index: int, key: NDArray[np.uint64], job: Job) -> list[NDArray[np.uint8]]:
+    def _cut(self, index: int, key: NDArray[np.uint64], job: ReadJob) -> list[NDArray[np.uint8]]:
         encoded = EncodedImage.of(self.source, index)
         height, width = encoded.size
         crops = self.augmentation.crops(key, np.array([height]), np.array([width]), job.size)
@@ -142,7 +142,7 @@ class Stream:
         )
         self._pieces: Iterator[Piece] | None = None
 
-    def start(self, jobs: Iterator[Job]) -> None:
+    def start(self, jobs: Iterator[ReadJob]) -> None:
         """Forget what was read ahead, and begin with these jobs."""
         self._queue.jobs = jobs
         pieces = iter(self._loader)
@@ -172,9 +172,9 @@ class Stream:
 class _Queue:
     """What the data loader draws its jobs from."""
 
-    jobs: Iterator[Job] = iter(())
+    jobs: Iterator[ReadJob] = iter(())
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[ReadJob]:
         return self.jobs
 
 

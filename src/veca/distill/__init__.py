@@ -1,17 +1,16 @@
 """Distillation: from frozen teachers to an elastic student.
 
-`config` is what can be set, `loop` is the loop, `trainer` one step of it; each other module is one
-thing the method names: losses, nested budgets, optimisers, schedule, standardised targets.
+`config` is what can be set, `loop` is a run, `step` one training step from top to bottom. Each
+other module is one thing these two name: teachers, student, losses, schedule, optimisers, ...
 """
 
 from veca.distill.config import DistillConfig, load_config
-from veca.distill.export import export_checkpoint
-from veca.distill.follow import read_metrics
+from veca.distill.export import export_checkpoint, publish
+from veca.distill.logger import read_metrics
 from veca.distill.loop import DistillResult, distill
 from veca.distill.losses import classifier_kl, distillation_loss
-from veca.distill.nested import BudgetSampler
 from veca.distill.normuon import NorMuon, polar_express
-from veca.distill.publish import publish
+from veca.distill.schedule import BudgetSampler
 from veca.distill.standardise import TargetStatistics, load_targets
 from veca.distill.student import load_heads
 from veca.errors import DistillError, DivergedError

@@ -25,6 +25,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca._util import files
+from veca._util.settings import flat
+from veca.distill.config import DistillConfig
+from veca.distill.schedule import TrainingPlan
+from veca.distill.student import TRAINING_FIELDS
+from veca.distill.teachers import Teachers
+from veca.distill.trainer import StudentGroup
 from veca.errors import DistillError
 from veca.weights.tensors import write
 
@@ -34,11 +40,14 @@ FOLDER, ABOUT, BEST = "checkpoints", "about.json", "best.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d+\..*\.tmp")
 
+_FREE = ("follow", "max_minutes", "device", "parallel", "checkpoint", "validation")
+"""Settings that no curve depends on."""
+
 Sections = Mapping[str, Mapping[str, Tensor]]
 """Tensors by section ("student", "optimizer", ...) and name."""
 
 
-class Checkpoint(NamedTuple):
+class TrainingCheckpoint(NamedTuple):
     """What was read back."""
 
     path: Path
@@ -152,7 +161,7 @@ class CheckpointStore:
                 if _TEMPORARY.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
 
-    def load(self, step: int | None = None) -> Checkpoint | None:
+    def load(self, step: int | None = None) -> TrainingCheckpoint | None:
         """The checkpoint of a step, by default the last; None if there is none."""
         steps = self.steps()
         if step is None and not steps:
@@ -160,7 +169,7 @@ class CheckpointStore:
         return read(self.path(steps[-1] if step is None else step))
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path) -> TrainingCheckpoint:
     """One checkpoint folder."""
     try:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
@@ -184,10 +193,94 @@ def read(path: Path) -> Checkpoint:
             f"checkpoint {path} cannot be read ({error}); delete that folder to go on from an "
             "older one."
         ) from error
-    return Checkpoint(path, about, sections)
+    return TrainingCheckpoint(path, about, sections)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], target: Path) -> None:
     path.touch()
     write(tensors, path, target)
     files.flush(path)
+
+
+# ------------------------------------------------------------------------------------ going on
+
+
+def check_resume(
+    checkpoint: TrainingCheckpoint, config: DistillConfig, group: StudentGroup, plan: TrainingPlan
+) -> None:
+    """Refuse to go on with another student, other teachers, another optimiser or a rate that rises.
+
+    Raises:
+        DistillError: says what differs.
+    """
+    about = checkpoint.about
+    for student, trainer in group.trainers.items():
+        stored = about["siblings"].get(student, {}) if student else about
+        mine = {"dense": trainer.dense, **trainer.architecture.to_dict()}
+        known = {"dense": stored.get("dense"), **stored.get("architecture", {})}
+        different = [
+            name for name in mine if known.get(name) != mine[name] and name not in TRAINING_FIELDS
+        ]
+        if stored and different:
+            name = different[0]
+            raise DistillError(
+                f"{checkpoint.path} belongs to another architecture: its {name} is "
+                f"{known.get(name)!r}, here it is {mine[name]!r}; resume with the settings it "
+                "was made with, or choose another --out."
+            )
+    teachers = group.teachers
+    for what, theirs, ours in (
+        ("siblings", sorted(about["siblings"]), sorted(config.siblings)),
+        ("optimizer", about["optimizer"], config.optimizer.name),
+        ("teachers", about["teachers"], [teacher.name for teacher in teachers]),
+        ("seed", about["seed"], config.seed),
+        ("standardised teachers", about["provenance"]["standardised"], _standardised(teachers)),
+        *_global_sizes(teachers, about["provenance"]),
+    ):
+        if theirs != ours:
+            raise DistillError(
+                f"{checkpoint.path} was made with {what} {theirs!r}, here it is {ours!r}; "
+                "resume with the same, or choose another --out."
+            )
+    _check_cooldown(checkpoint, plan)
+
+
+def _check_cooldown(checkpoint: TrainingCheckpoint, plan: TrainingPlan) -> None:
+    """Refuse a new plan for a run that has begun to cool down: its rate would rise again."""
+    about, out = checkpoint.about, str(checkpoint.path.parents[1])
+    steps = int(about["provenance"]["steps_planned"])
+    cooldown = int(about["config"]["schedule"].get("cooldown", 0))
+    begun, same = steps - cooldown, (plan.steps, plan.cooldown) == (steps, cooldown)
+    if cooldown and checkpoint.step > begun and not same:
+        raise DistillError(
+            f"{out} has been cooling down since step {begun} of {steps}, and {plan.steps} steps "
+            f"with a cool-down of {plan.cooldown} are another plan; start a new run from that "
+            f'step: veca.distill.export_checkpoint({out!r}, "trunk", which={begun}), then --set '
+            "student.init=trunk --set schedule.warmup=0."
+        )
+
+
+def _standardised(teachers: Teachers) -> list[str]:
+    """The teachers whose targets are: the student would not notice, but would learn others."""
+    return sorted(teacher.name for teacher in teachers if teacher.settings.standardise)
+
+
+def _global_sizes(teachers: Teachers, provenance: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """Sizes of the global features there and here: with another the targets' scale is wrong."""
+    return [
+        (f"{teacher.name}'s global_size", stored, teacher.global_size)
+        for teacher in teachers
+        if (stored := teacher.global_size_of(provenance)) is not None
+    ]
+
+
+def changed_settings(before: dict[str, Any], config: DistillConfig) -> list[str]:
+    """The settings that differ from those of a checkpoint, in words: the curve will too."""
+    with contextlib.suppress(DistillError):  # settings added since had their defaults then
+        before = DistillConfig.from_dict(before).to_dict()
+    old, new = (flat(table) for table in (before, config.to_dict()))
+    return [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name) and name.split(".")[0] not in _FREE
+    ]

@@ -1,24 +1,32 @@
-"""From a run to weights that `veca.load` reads, with everything they come from."""
+"""From a run to weights that `veca.load` reads, and from those to weights made ready for others:
+small, with a model card, and nothing of this machine in them.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from veca._util.files import place_for
+from veca._util import files
 from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.distill.checkpoint import CheckpointStore
-from veca.distill.cohort import MAIN, sections_of
+from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import from_tensors, save_targets
-from veca.distill.student import save_heads
+from veca.distill.student import HEADS, save_heads
+from veca.distill.trainer import MAIN, sections_of
 from veca.errors import DistillError, suggest
 from veca.teachers import save_dense_vit
-from veca.weights import store
+from veca.weights import load, processor, read_provenance, save, store
+from veca.weights.card import FILE as CARD
+from veca.weights.card import model_card, results_in
+from veca.weights.names import locate, public_name
 
 FINAL = "final"
 SIBLINGS = "siblings"
@@ -98,4 +106,78 @@ def export_checkpoint(
     siblings = found.about["siblings"]
     if student and student not in siblings:
         raise DistillError(f"{run} has no sibling {suggest(student, siblings)}")
-    return export_sections(found.sections, found.about, place_for(to), student=student)
+    return export_sections(found.sections, found.about, files.place_for(to), student=student)
+
+
+def publish(
+    weights: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    *,
+    name: str = "",
+    licence: str = "",
+    data: str = "",
+    data_licence: str = "",
+    results: str = "",
+    dtype: torch.dtype = torch.float16,
+) -> Path:
+    """Write weights as a folder to ship: float16, with provenance, a model card, target scales and
+    the settings of an image processor for transformers.
+
+    Args:
+        weights: what `veca.load` takes, such as `runs/first/final`.
+        to: the folder; one that is not empty is refused unless it holds older weights.
+        name: what readers of the card will call them; by default the folder's name.
+        licence: of the weights.
+        data, data_licence: what they were trained on, where the provenance does not say it well.
+        results: what they were measured to reach, as Markdown, for the card. Without it, weights
+            that are published where they lie keep what their card says.
+    """
+    folder = files.place_for(to)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise DistillError(f"{folder} is not empty and holds no weights; choose another folder.")
+    source = locate(weights, (*store.FILES, TARGETS, HEADS))
+    home = source if source.is_dir() else source.parent
+    in_place = home.resolve() == folder.resolve()
+    model = load(source)
+    provenance = _cleaned(read_provenance(source))
+    if not results and in_place and (home / CARD).is_file():
+        results = results_in((home / CARD).read_text(encoding="utf-8"))
+    if licence:
+        provenance["licence"] = licence
+    stages: list[dict[str, Any]] = [provenance]
+    while isinstance(before := (stages[-1].get("init") or {}).get("provenance"), dict):
+        stages.append(before)
+    for stage in stages:
+        about = dict(stage.get("data") or {})
+        about |= {k: v for k, v in (("source", data), ("licence", data_licence)) if v}
+        stage["data"] = about
+    provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
+    save(model, folder, provenance=provenance, dtype=dtype)
+    files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
+    for extra in () if in_place else (TARGETS, HEADS):
+        if source.is_dir() and (source / extra).is_file():
+            with files.temporary_beside(folder / extra) as temporary:
+                shutil.copyfile(source / extra, temporary)
+                files.commit(temporary, folder / extra)
+        else:
+            (folder / extra).unlink(missing_ok=True)  # of the weights that were there before
+    card = model_card(
+        model.config, read_provenance(folder), name=name or folder.name, results=results
+    )
+    files.atomic_write_text(folder / CARD, card)
+    return folder
+
+
+def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Without hashes of the files that were, and with names where there were paths."""
+    kept = {k: v for k, v in provenance.items() if k not in ("tensors_sha256", "file_sha256")}
+    if isinstance(kept.get("data"), Mapping):
+        about = dict(kept["data"])
+        kept["data"] = about | {"source": public_name(str(about.get("source", "")))}
+    if isinstance(kept.get("init"), Mapping):
+        init = dict(kept["init"])
+        init["weights"] = public_name(init["weights"]) if init.get("weights") else None
+        if isinstance(init.get("provenance"), Mapping):
+            init["provenance"] = _cleaned(init["provenance"])
+        kept["init"] = init
+    return kept

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from veca._util.cuda import recording, side_stream
-from veca.distill.teaching import Target
+from veca.distill.teachers import TeacherTargets
 
-Pass = Callable[[Tensor, Sequence[Target], int, float], Tensor]
+Pass = Callable[[Tensor, Sequence[TeacherTargets], int, float], Tensor]
 """(images, targets, budget, share) -> loss terms; adds the share of the gradients to `.grad`."""
 
 _WARM_UP = 2
@@ -31,24 +31,29 @@ class Recorded(NamedTuple):
 
 
 class PassGraphs:
-    """Runs a student's passes, recording each kind at its first use.
+    """Runs one student's passes, recording each kind at its first use.
 
     A kind is a shape of the images, a budget and a share of the batch. Images and targets are
     copied to where the recorded kernels read them; recordings of one shape share that place, and
     all share one pool of memory for what a pass keeps for itself.
     """
 
-    def __init__(self, run: Pass, parameters: Sequence[Tensor]) -> None:
-        self._run, self._parameters = run, list(parameters)
-        self._inputs: dict[tuple[int, ...], tuple[Tensor, list[Target]]] = {}
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._inputs: dict[tuple[int, ...], tuple[Tensor, list[TeacherTargets]]] = {}
         self._recorded: dict[tuple[tuple[int, ...], int, float], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._gradients: list[Tensor] = []
 
-    def __call__(
-        self, images: Tensor, targets: Sequence[Target], budget: int, share: float
+    def run(
+        self,
+        one_pass: Pass,
+        images: Tensor,
+        targets: Sequence[TeacherTargets],
+        budget: int,
+        share: float,
     ) -> Tensor:
-        """As the pass itself."""
+        """As the pass itself, which must do the same at every call."""
         shape = tuple(images.shape)
         if shape not in self._inputs:
             self._inputs[shape] = (torch.empty_like(images), [_empty(one) for one in targets])
@@ -61,20 +66,25 @@ class PassGraphs:
 
         kind = (shape, budget, share)
         if kind not in self._recorded:
-            self._recorded[kind] = self._record(place, places, budget, share)
+            self._recorded[kind] = self._record(one_pass, place, places, budget, share)
         recorded = self._recorded[kind]
         recorded.graph.replay()
         return recorded.terms.clone()
 
     def _record(
-        self, images: Tensor, targets: Sequence[Target], budget: int, share: float
+        self,
+        one_pass: Pass,
+        images: Tensor,
+        targets: Sequence[TeacherTargets],
+        budget: int,
+        share: float,
     ) -> Recorded:
         device = images.device
         kept = [gradient.clone() for gradient in self._gradients]
         state = torch.cuda.get_rng_state(device)
         with side_stream(device):
             for _ in range(_WARM_UP):
-                self._run(images, targets, budget, share)
+                one_pass(images, targets, budget, share)
         if not self._gradients:
             # Recorded kernels know gradients by their addresses: these stay for the whole run. A
             # parameter that the pass does not reach has none, now as ever.
@@ -89,12 +99,12 @@ class PassGraphs:
         graph = torch.cuda.CUDAGraph()
         # Threads that write checkpoints or fetch images go on meanwhile.
         with recording(graph, pool=self._pool, capture_error_mode="thread_local"):
-            terms = self._run(images, targets, budget, share)
+            terms = one_pass(images, targets, budget, share)
         return Recorded(graph, terms)
 
 
-def _empty(target: Target) -> Target:
-    return Target(
+def _empty(target: TeacherTargets) -> TeacherTargets:
+    return TeacherTargets(
         torch.empty_like(target.cls),
         torch.empty_like(target.patches),
         None if target.logits is None else torch.empty_like(target.logits),

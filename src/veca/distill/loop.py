@@ -1,6 +1,7 @@
 """The loop: one for stage 1 and stage 2, for one process and for many.
 
-Read top-down: `distill` sets up, `Run.train` is the loop, the rest is what it calls.
+Read top-down: `distill` sets up, `TrainingRun.train` is the loop, the rest is what it calls; `step`
+is one turn of it.
 """
 
 from __future__ import annotations
@@ -20,28 +21,23 @@ import torch
 from rich.console import Console
 
 from veca._util.files import atomic_write_text, folder_to_fill, place_for
-from veca.distill.checkpoint import Checkpoint, CheckpointStore
-from veca.distill.cohort import MAIN, Cohort
-from veca.distill.config import DistillConfig
-from veca.distill.describe import describe
-from veca.distill.export import FINAL, SIBLINGS, export_sections
-from veca.distill.follow import Follower, Meter, code_version, machine, versions, write_run
-from veca.distill.parallel import World, launch, own_torch_state
-from veca.distill.resume import changed_settings, check_resume
-from veca.distill.schedule import Plan
-from veca.distill.setup import (
-    Data,
-    Images,
-    build_plan,
-    estimate_statistics,
-    known_statistics,
-    open_data,
-    open_teachers,
-    training_loader,
-    validation_loader,
+from veca.distill.checkpoint import (
+    CheckpointStore,
+    TrainingCheckpoint,
+    changed_settings,
+    check_resume,
 )
-from veca.distill.trainer import Trainer
-from veca.distill.validate import Examined, mean_loss, validate
+from veca.distill.config import DistillConfig
+from veca.distill.data import Images, ImageSplit, open_data, training_loader, validation_loader
+from veca.distill.dry_run import describe
+from veca.distill.export import FINAL, SIBLINGS, export_sections
+from veca.distill.logger import RunLogger, StepMeter, code_version, machine, versions, write_run
+from veca.distill.parallel import World, launch, own_torch_state
+from veca.distill.schedule import TrainingPlan, build_plan
+from veca.distill.step import training_step
+from veca.distill.teachers import open_teachers, scale_targets
+from veca.distill.trainer import MAIN, StudentGroup, StudentTrainer
+from veca.distill.validate import ValidatedStudent, mean_loss, validate
 from veca.errors import DistillError, DivergedError
 from veca.teachers.base import Teacher
 from veca.weights.names import public_name
@@ -94,14 +90,14 @@ def distill(
     """
     out = place_for(out)
     with launch(config.parallel, config.device) as world, own_torch_state(world.device):
-        run = Run(config, out, world, source, validation, teachers, resume, console)
+        run = TrainingRun(config, out, world, source, validation, teachers, resume, console)
         try:
             return run.train()
         finally:
             run.close()
 
 
-class Run:
+class TrainingRun:
     """One process's part in a run."""
 
     def __init__(
@@ -135,20 +131,20 @@ class Run:
         """Everything before the first step; what has to be closed goes on `stack`."""
         config, out, world = self.config, self.out, self.world
         checkpoint = self._find_checkpoint(resume, stack)
-        self.data: Data = open_data(config.data, world, source=source, validation=validation)
-        self.teaching = open_teachers(config, world, teachers)
-        self.cohort = Cohort(config, self.teaching, world)
-        architecture = self.cohort.main.architecture
-        self.plan: Plan = build_plan(config, architecture, self.data.images, world)
+        self.data: ImageSplit = open_data(config.data, world, source=source, validation=validation)
+        self.teachers = open_teachers(config, world, teachers)
+        self.group = StudentGroup(config, self.teachers, world)
+        architecture = self.group.main.architecture
+        self.plan: TrainingPlan = build_plan(config, architecture, self.data.images, world)
         if self.plan.cooldown:
             self.store.milestones |= {self.plan.steps - self.plan.cooldown}
         if checkpoint is not None:
-            check_resume(checkpoint, config, self.cohort, self.plan)
+            check_resume(checkpoint, config, self.group, self.plan)
             self.done = checkpoint.step
         self._check_sizes()
-        self.cohort.prepare(self.plan)
+        self.group.prepare(self.plan)
 
-        self.follower = Follower(
+        self.log = RunLogger(
             out,
             steps=self.plan.steps,
             start=self.done,
@@ -158,32 +154,33 @@ class Run:
             wandb=config.follow.wandb,
             config=config.to_dict(),
         )
-        stack.callback(self.follower.close)
-        self.meter = Meter(self.cohort.term_names, world, elastic=self.cohort.elastic)
+        stack.callback(self.log.close)
+        self.meter = StepMeter(self.group.term_names, world, elastic=self.group.elastic)
         self.loader = training_loader(
             config,
             self.data,
             self.plan,
-            self.cohort.teacher_size,
+            self.group.teacher_size,
             world,
-            self.follower.skipped if world.is_first else None,
+            self.log.skipped if world.is_first else None,
         )
         stack.callback(self.loader.close)
         self.held_out = validation_loader(config, self.data, self.plan, world)
         if self.held_out is not None:
             stack.callback(self.held_out.close)
         if checkpoint is not None:
-            self.cohort.load_state(checkpoint.sections)
+            self.group.load_state(checkpoint.sections)
             self.loader.load_state_dict(checkpoint.about["loader"])
             self.samples = int(checkpoint.about["samples"])
             self.best = math.inf if checkpoint.about["best"] is None else checkpoint.about["best"]
             if changed := changed_settings(checkpoint.about["config"], config):
-                self.follower.say(f"resuming with other settings: {', '.join(changed)}")
+                self.log.say(f"resuming with other settings: {', '.join(changed)}")
         else:
-            self._find_statistics()
+            patch = architecture.patch_size
+            scale_targets(config, self.teachers, self.loader, self.plan, patch, world)
         self._write_run()
-        for line in describe(config, self.plan, self.cohort, self.data, world, self.done):
-            self.follower.say(line)
+        for line in describe(config, self.plan, self.group, self.data, world, self.done):
+            self.log.say(line)
 
     # -------------------------------------------------------------------------------- the loop
 
@@ -202,7 +199,7 @@ class Run:
         with _stop_signals(tell) as signalled:
             for step in self.plan.from_step(self.done):
                 batch = self.loader.batch(step.number)
-                self.meter.add(step, *self.cohort.step(step, batch))
+                self.meter.add(step, *training_step(self.group, step, batch))
                 self.done += 1
                 self.samples += step.batch
 
@@ -214,7 +211,7 @@ class Run:
                 if not (validating or saving or _due(self.done, c.follow.every)):
                     continue
 
-                self._look()
+                self._log_steps()
                 if self.world.any(bool(signalled)):
                     stopped = "signal"
                 elif self.world.any(self._minutes() >= c.max_minutes > 0) and not last:
@@ -231,18 +228,18 @@ class Run:
         self.rate = (self.samples - begun_with) / seconds
         return self._finish(stopped)
 
-    def _look(self) -> None:
+    def _log_steps(self) -> None:
         """Read the losses back, write them down, and stop if they are not numbers."""
         now = time.monotonic()
         try:
             records = self.meter.flush()
         except DivergedError as error:
-            self.follower.write(getattr(error, "records", []))
+            self.log.write(getattr(error, "records", []))
             raise self._diverged(error) from None
         seconds = max(time.monotonic() - self._since, 1e-9)
         images = sum(record["batch"] for record in records)
         waited = (self.loader.waited_s - self._waited) / max(now - self._since, 1e-9)
-        self.follower.train(records, rate=images / seconds, waited=waited)
+        self.log.train(records, rate=images / seconds, waited=waited)
         if records:
             self.loss = records[-1]["loss"]
         if self.world.is_first:
@@ -251,13 +248,13 @@ class Run:
     def _validate(self) -> bool:
         """Measure on the held-out images; whether it is the best so far."""
         assert self.held_out is not None
-        trainers = self.cohort.trainers
+        trainers = self.group.trainers
         with contextlib.ExitStack() as averages:
             for trainer in trainers.values():
                 averages.enter_context(trainer.averaged())
             found = validate(
                 [
-                    Examined(
+                    ValidatedStudent(
                         trainer.student,
                         # A dense student is the same at every budget.
                         self.validation_budgets[-1:] if trainer.dense else self.validation_budgets,
@@ -266,35 +263,35 @@ class Run:
                     )
                     for trainer in trainers.values()
                 ],
-                self.teaching,
+                self.teachers,
                 self.held_out,
                 sizes=self.validation_sizes,
                 batches=self.validation_batches,
                 world=self.world,
             )
         by_name = dict(zip(trainers, found, strict=True))
-        loss = mean_loss(by_name[MAIN], self.teaching)
+        loss = mean_loss(by_name[MAIN], self.teachers)
         rows = [
             {"student": name, **row} if name else row
             for name, here in by_name.items()
             for row in here
         ]
         dense = [name for name, trainer in trainers.items() if trainer.dense]
-        self.follower.validation({"step": self.done, "loss": loss, "grid": rows}, dense=dense)
+        self.log.validation({"step": self.done, "loss": loss, "grid": rows}, dense=dense)
         better = loss < self.best
         self.best = min(loss, self.best)
         return better
 
     def _save(self, best: bool) -> None:
         """Copy everything to the host; a thread of the first rank writes it."""
-        sections = self.cohort.state()
+        sections = self.group.state()
         if self.world.is_first:
             self.store.save(self.done, sections, self._about(), best=best)
         self._saved = time.monotonic()
 
     def _finish(self, stopped: str) -> DistillResult:
         final = self.out / FINAL
-        sections = self.cohort.state(optimizer=False)
+        sections = self.group.state(optimizer=False)
         waited = self.loader.waited_share
         if self.world.is_first:
             self.store.wait()
@@ -310,9 +307,9 @@ class Run:
                 "images_per_second": round(self.rate, 1),
                 "data_wait": round(waited, 4),
             }
-            self.follower.write([{"kind": "end", **numbers}])
-            self.follower.say(_ending(stopped, self.done, self.plan.steps, self.out, final))
-            self.follower.say(
+            self.log.write([{"kind": "end", **numbers}])
+            self.log.say(_ending(stopped, self.done, self.plan.steps, self.out, final))
+            self.log.say(
                 f"{self.rate:,.0f} images/s with validation and saving; {waited:.1%} of the time "
                 "waited for data"
             )
@@ -328,7 +325,9 @@ class Run:
 
     # ------------------------------------------------------------------------------ beginnings
 
-    def _find_checkpoint(self, resume: bool, stack: contextlib.ExitStack) -> Checkpoint | None:
+    def _find_checkpoint(
+        self, resume: bool, stack: contextlib.ExitStack
+    ) -> TrainingCheckpoint | None:
         """The checkpoint to go on from, on all ranks; the first rank reads it.
 
         That rank makes the run's folder, too; if it is still empty then, `stack` removes it.
@@ -360,7 +359,7 @@ class Run:
         spread = {
             name: self.world.spread(None if sections is None else sections[name]) for name in names
         }
-        return Checkpoint(self.store.path(int(about["step"])), about, spread)
+        return TrainingCheckpoint(self.store.path(int(about["step"])), about, spread)
 
     def _check_sizes(self) -> None:
         """Settle the grid of validation, and have every size refused that a teacher cannot see."""
@@ -369,7 +368,7 @@ class Run:
         middle = budgets[len(budgets) // 2]
         self.validation_sizes = v.sizes or sizes.sizes
         self.validation_budgets = v.budgets or tuple(sorted({budgets[0], middle, budgets[-1]}))
-        main = self.cohort.main
+        main = self.group.main
         most = main.architecture.num_cores
         if not all(1 <= budget <= most for budget in self.validation_budgets):
             raise DistillError(
@@ -381,7 +380,7 @@ class Run:
                 raise DistillError(
                     f"image sizes must be multiples of the patch size {patch}, got {size}."
                 )
-            self.cohort.teacher_size(size)
+            self.group.teacher_size(size)
         # Of a size that is not trained at, as many pixels at once as of the largest that is.
         largest = max(sizes.sizes)
         self.validation_batches = {}
@@ -389,15 +388,6 @@ class Run:
             scaled = max(1, int(sizes.batches[largest] * min(1.0, (largest / size) ** 2)))
             batch = v.batch or sizes.batches.get(size, scaled)
             self.validation_batches[size] = max(1, batch // self.world.size) * self.world.size
-
-    def _find_statistics(self) -> None:
-        """The scale of the targets: given, stored with the first weights, or estimated."""
-        self.teaching.set_statistics(
-            known_statistics(self.config, self.teaching), self.world.device
-        )
-        patch = self.cohort.main.architecture.patch_size
-        estimated = estimate_statistics(self.teaching, self.loader, self.plan, patch, self.world)
-        self.teaching.set_statistics(estimated, self.world.device)
 
     def _write_run(self) -> None:
         """run.json and config.toml: everything needed to do it again."""
@@ -414,19 +404,19 @@ class Run:
 
     def _provenance(self) -> dict[str, Any]:
         """What the weights come from, as plain JSON."""
-        c, first = self.config, self.teaching.lessons[0]
+        c, first = self.config, self.teachers[0]
         return {
             "method": "distillation",
-            "teacher": first.teacher.describe(),
-            "teachers": [lesson.teacher.describe() for lesson in self.teaching.lessons],
-            "standardised": sorted(self.teaching.statistics()),
+            "teacher": first.model.describe(),
+            "teachers": [teacher.model.describe() for teacher in self.teachers],
+            "standardised": sorted(self.teachers.statistics()),
             "targets": {
-                lesson.name: {
-                    "weight": lesson.settings.weight,
-                    "global_size": lesson.global_size,
-                    "kl": lesson.settings.kl,
+                teacher.name: {
+                    "weight": teacher.settings.weight,
+                    "global_size": teacher.global_size,
+                    "kl": teacher.settings.kl,
                 }
-                for lesson in self.teaching.lessons
+                for teacher in self.teachers
             },
             "data": {
                 "source": c.data.name
@@ -438,14 +428,14 @@ class Run:
                 "validation": self.data.split,
                 "augment": c.data.augment.to_dict(),
             },
-            "init": _beginning(self.cohort.main),
+            "init": _initial_weights(self.group.main),
             "steps_planned": self.plan.steps,
             "sizes": list(self.plan.sizes.sizes),
             "budgets": list(self.plan.budgets.budgets),
             "budget_weights": list(self.plan.budgets.weights),
             "optimizer": c.optimizer.name,
             "lr": c.optimizer.lr,
-            "lr_scales": _scales(self.cohort.main),
+            "lr_scales": _scales(self.group.main),
             "seed": c.seed,
             "code": code_version(),
             "torch": str(torch.__version__),
@@ -455,19 +445,19 @@ class Run:
         """What a checkpoint says beside its tensors."""
         return {
             "samples": self.samples,
-            "architecture": self.cohort.main.architecture.to_dict(),
-            "dense": self.cohort.main.dense,
+            "architecture": self.group.main.architecture.to_dict(),
+            "dense": self.group.main.dense,
             "siblings": {
                 name: {
                     "architecture": trainer.architecture.to_dict(),
                     "dense": trainer.dense,
-                    "init": _beginning(trainer),
+                    "init": _initial_weights(trainer),
                     "lr_scales": _scales(trainer),
                 }
-                for name, trainer in self.cohort.trainers.items()
+                for name, trainer in self.group.trainers.items()
                 if name
             },
-            "teachers": [lesson.name for lesson in self.teaching.lessons],
+            "teachers": [teacher.name for teacher in self.teachers],
             "optimizer": self.config.optimizer.name,
             "seed": self.config.seed,
             "loader": self.loader.state_dict(),
@@ -500,18 +490,18 @@ class Run:
         )
 
 
-def _scales(trainer: Trainer) -> list[float]:
+def _scales(trainer: StudentTrainer) -> list[float]:
     """Of a student's learning rate: for all, and for what AdamW moves."""
     scale, adamw = trainer.settings.lr_scale, trainer.settings.adamw_scale
     return [scale, scale * adamw]
 
 
-def _beginning(trainer: Trainer) -> dict[str, Any]:
+def _initial_weights(trainer: StudentTrainer) -> dict[str, Any]:
     """Where a student's first weights came from, as plain JSON."""
     return {
         "weights": public_name(trainer.settings.init) or None,
-        "provenance": trainer.start.provenance,
-        "patch_embedding_from": trainer.start.patch_from,
+        "provenance": trainer.initial.provenance,
+        "patch_embedding_from": trainer.initial.patch_from,
     }
 
 

@@ -4,11 +4,15 @@ squared error for the dense ones, all in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from veca.distill.student import Prediction
+from veca.distill.teachers import Teachers, TeacherTargets
 
 EPS = 1e-6
 """Lengths below this count as this much, so that a zero vector has cosine 0 and a gradient."""
@@ -24,7 +28,54 @@ class Losses(NamedTuple):
     kl: Tensor
 
 
-TERMS = Losses._fields
+class DistillLoss:
+    """The loss of a student's predictions over all teachers."""
+
+    def __init__(self, teachers: Teachers) -> None:
+        self.teachers = teachers
+        self._loss = distillation_loss
+
+    def compile(self) -> None:
+        """Compile it: its many passes over large tensors become a few."""
+        self._loss = torch.compile(distillation_loss, dynamic=False)
+
+    def __call__(
+        self, predictions: Sequence[Prediction], targets: Sequence[TeacherTargets]
+    ) -> list[Losses]:
+        """The terms for each teacher; `total` of all is what is minimised."""
+        weights, losses = self.teachers.loss, []
+        for teacher, said, target in zip(self.teachers, predictions, targets, strict=True):
+            one = self._loss(
+                *said, target.cls, target.patches, dense=weights.dense, mse=weights.mse
+            )
+            if target.logits is not None:
+                kl = classifier_kl(teacher.classify(said.cls), target.logits).mean()
+                one = one._replace(kl=kl, total=one.total + teacher.settings.kl * kl)
+            losses.append(one)
+        return losses
+
+    def total(self, losses: Sequence[Losses]) -> Tensor:
+        """The weighted sum over the teachers."""
+        return sum(  # type: ignore[return-value]
+            teacher.settings.weight * one.total
+            for teacher, one in zip(self.teachers, losses, strict=True)
+        )
+
+    def terms(self, losses: Sequence[Losses]) -> Tensor:
+        """What is written down about a step: the total, then each teacher's terms. [1 + 4 T]."""
+        with torch.no_grad():
+            parts = [part for one in losses for part in one[1:]]
+            return torch.stack([self.total(losses), *parts]).detach()
+
+    @property
+    def term_names(self) -> list[str]:
+        """The names of `terms`; with several teachers, each with its teacher's."""
+        several = len(self.teachers) > 1
+        return ["loss"] + [
+            f"{part}/{teacher.name}" if several else part
+            for teacher in self.teachers
+            for part in Losses._fields[1:]
+        ]
 
 
 def distillation_loss(

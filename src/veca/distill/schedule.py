@@ -1,18 +1,128 @@
-"""What happens at which step: learning rate, image size, batch, budgets. Pure functions.
+"""What is decided about each step before it runs: learning rate, image size, batch, budgets.
 
-Stage 1 is one phase with one size; stage 2 is phases that draw a size each step.
+Random choices are pure functions of the seed and the step: every rank draws the same, and a run
+that resumes draws what the uninterrupted one would have. Stage 1 is one phase with one size;
+stage 2 is phases that draw a size each step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from veca.distill.draws import size_number, weighted_choice
-from veca.distill.nested import BudgetSampler
+import torch
+
+from veca.config import VecaConfig
+from veca.data.draws import sample_keys, uniform
+from veca.data.mixing import check_pairs
+from veca.distill.config import DistillConfig, Phase
+from veca.distill.parallel import World
 from veca.errors import DistillError
+
+T = TypeVar("T")
+
+PUBLISHED_BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
+PUBLISHED_WEIGHTS = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)
+
+# One number for each kind of draw, so that none tells anything about another.
+_BUDGET, _SIZE, _TORCH = 1, 2, 3
+
+
+class StepPlan(NamedTuple):
+    """Everything that is decided about a step before it runs."""
+
+    number: int
+    """0 for the first."""
+    size: int
+    """Image side in pixels."""
+    batch: int
+    """Images, over all processes."""
+    budgets: tuple[int, ...]
+    lr: float
+
+
+class TrainingPlan:
+    """All steps of a run."""
+
+    def __init__(
+        self,
+        sizes: SizeSchedule,
+        budgets: BudgetSampler,
+        *,
+        steps: int,
+        warmup: int,
+        lr: float,
+        lr_min: float,
+        cooldown: int = 0,
+    ) -> None:
+        if cooldown and (warmup + cooldown > steps or cooldown == steps):
+            raise DistillError(
+                f"a warm-up of {warmup} steps and a cool-down of {cooldown} do not fit into "
+                f"{steps} steps."
+            )
+        self.sizes, self.budgets = sizes, budgets
+        self.steps, self.warmup, self.cooldown = steps, warmup, cooldown
+        self.lr, self.lr_min = lr, lr_min
+
+    def step(self, number: int) -> StepPlan:
+        lr = learning_rate(
+            number,
+            steps=self.steps,
+            warmup=self.warmup,
+            lr=self.lr,
+            lr_min=self.lr_min,
+            cooldown=self.cooldown,
+        )
+        size = self.sizes.size(number)
+        return StepPlan(number, size, self.sizes.batches[size], self.budgets.draw(number), lr)
+
+    def from_step(self, number: int) -> Iterator[StepPlan]:
+        return map(self.step, range(number, self.steps))
+
+
+def build_plan(
+    config: DistillConfig, architecture: VecaConfig, images: int, world: World
+) -> TrainingPlan:
+    """The plan of all steps, checked against the student, the images and the processes."""
+    s, o = config.schedule, config.optimizer
+    sizes = SizeSchedule(config.phases, s.batch, s.batch_by_size, seed=config.seed)
+    patch = architecture.patch_size
+    for size in sizes.sizes:
+        if size < patch or size % patch:
+            raise DistillError(
+                f"image sizes must be multiples of the patch size {patch}, got {size}."
+            )
+        if sizes.batches[size] % world.size:
+            raise DistillError(
+                f"a batch of {sizes.batches[size]} images ({size} px) does not split evenly among "
+                f"{world.size} processes; use a multiple of {world.size}."
+            )
+        if config.data.augment.mixing:
+            check_pairs(sizes.batches[size], world.size)
+    one = set(sizes.batches.values())
+    if (s.epochs or s.warmup_epochs) and len(one) > 1:
+        raise DistillError("epochs need one batch for all sizes; give steps instead.")
+    batches = images / next(iter(one))
+    steps = s.steps or max(1, round(s.epochs * batches))
+    warmup = s.warmup or round(s.warmup_epochs * batches)
+    budgets = BudgetSampler(
+        architecture.num_cores,
+        config.nested.budgets,
+        config.nested.weights,
+        per_step=config.nested.per_step,
+        always=config.nested.always,
+        seed=config.seed,
+    )
+    return TrainingPlan(
+        sizes,
+        budgets,
+        steps=steps,
+        warmup=warmup,
+        lr=o.lr,
+        lr_min=o.lr_min,
+        cooldown=s.cooldown,
+    )
 
 
 def learning_rate(
@@ -28,16 +138,6 @@ def learning_rate(
         return lr_min + (lr - lr_min) * min(1.0, max(0, steps - step) / cooldown)
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return lr_min + (lr - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A stretch of steps in which sizes are drawn alike."""
-
-    draw: Mapping[int, float]
-    """Image side in pixels -> how often, in any unit."""
-    until: int | None = None
-    """The first step after it; None for the last phase."""
 
 
 class SizeSchedule:
@@ -105,53 +205,117 @@ class SizeSchedule:
         return self.batches[self.size(step)]
 
 
-class Step(NamedTuple):
-    """Everything that is decided about a step before it runs."""
+class BudgetSampler:
+    """Nested dropout along the core axis: draws the budgets of a step, the same on every rank.
 
-    number: int
-    """0 for the first."""
-    size: int
-    """Image side in pixels."""
-    batch: int
-    """Images, over all processes."""
-    budgets: tuple[int, ...]
-    lr: float
+    The whole batch runs on the prefix of the first C cores. Small budgets come less often but
+    reach every core's neighbours, so that the order of the bank means something: the first cores
+    learn what matters most.
 
-
-class Plan:
-    """All steps of a run."""
+    Args:
+        budgets: numbers of cores, increasing; empty for eighths of the bank (8, 16, ... 64 of
+            64, as published).
+        weights: how often each, in any unit; empty for the published (1, 1, 2, 2, 3, 3, 4, 4)
+            where there are eight budgets, else all alike.
+        per_step: how many different budgets one step trains on the same images and targets.
+        always: those of them that every step trains; the others are drawn.
+    """
 
     def __init__(
         self,
-        sizes: SizeSchedule,
-        budgets: BudgetSampler,
+        num_cores: int,
+        budgets: Sequence[int] = (),
+        weights: Sequence[float] = (),
         *,
-        steps: int,
-        warmup: int,
-        lr: float,
-        lr_min: float,
-        cooldown: int = 0,
+        per_step: int = 1,
+        always: Sequence[int] = (),
+        seed: int = 0,
     ) -> None:
-        if cooldown and (warmup + cooldown > steps or cooldown == steps):
+        self.budgets = tuple(budgets) or training_budgets(num_cores)
+        even = (1.0,) * len(self.budgets)
+        published = PUBLISHED_WEIGHTS if len(self.budgets) == len(PUBLISHED_WEIGHTS) else even
+        self.weights = tuple(float(w) for w in weights) or published
+        self.per_step, self.always, self.seed = per_step, tuple(always), seed
+        self._check(num_cores)
+
+    def _check(self, num_cores: int) -> None:
+        increasing = list(self.budgets) == sorted(set(self.budgets))
+        if not increasing or not 1 <= self.budgets[0] <= self.budgets[-1] <= num_cores:
             raise DistillError(
-                f"a warm-up of {warmup} steps and a cool-down of {cooldown} do not fit into "
-                f"{steps} steps."
+                f"budgets must be increasing whole numbers from 1 to {num_cores} (the student's "
+                f"cores), got {list(self.budgets)}."
             )
-        self.sizes, self.budgets = sizes, budgets
-        self.steps, self.warmup, self.cooldown = steps, warmup, cooldown
-        self.lr, self.lr_min = lr, lr_min
+        if len(self.weights) != len(self.budgets) or min(self.weights) < 0 or not any(self.weights):
+            raise DistillError(
+                f"budget weights must be {len(self.budgets)} numbers of at least 0 and not all 0, "
+                f"one for each of {list(self.budgets)}; got {list(self.weights)}."
+            )
+        fixed = set(self.always)
+        if len(fixed) < len(self.always) or not fixed <= set(self.budgets):
+            raise DistillError(
+                f"budgets that every step trains must be different ones of {list(self.budgets)}, "
+                f"got {list(self.always)}."
+            )
+        free = zip(self.budgets, self.weights, strict=True)
+        possible = len(fixed) + sum(w > 0 for budget, w in free if budget not in fixed)
+        least = max(1, len(fixed))
+        if not least <= self.per_step <= possible:
+            raise DistillError(
+                f"budgets per step must be from {least} to {possible} (how many every step trains, "
+                f"and how many others have a weight above 0), got {self.per_step}."
+            )
 
-    def step(self, number: int) -> Step:
-        lr = learning_rate(
-            number,
-            steps=self.steps,
-            warmup=self.warmup,
-            lr=self.lr,
-            lr_min=self.lr_min,
-            cooldown=self.cooldown,
-        )
-        size = self.sizes.size(number)
-        return Step(number, size, self.sizes.batches[size], self.budgets.draw(number), lr)
+    def draw(self, step: int) -> tuple[int, ...]:
+        """The budgets of one step, each at most once: those of every step, then as drawn."""
+        left = dict(zip(self.budgets, self.weights, strict=True))
+        for budget in self.always:
+            del left[budget]
+        drawn = list(self.always)
+        for number in range(len(drawn), self.per_step):
+            value = budget_number(self.seed, step, number)
+            budget = weighted_choice(value, list(left), list(left.values()))
+            drawn.append(budget)
+            del left[budget]
+        return tuple(drawn)
 
-    def from_step(self, number: int) -> Iterator[Step]:
-        return map(self.step, range(number, self.steps))
+
+def training_budgets(num_cores: int) -> tuple[int, ...]:
+    """Eighths of the bank, rounded up, without repeats: the published ones for 64 cores."""
+    return tuple(sorted({-(-num_cores * eighth // 8) for eighth in range(1, 9)}))
+
+
+# -------------------------------------------------------------------------------------- draws
+
+
+def weighted_choice(number: float, items: Sequence[T], weights: Sequence[float]) -> T:
+    """The item that `number`, uniform in [0, 1), falls on when items get room by weight."""
+    target = number * sum(weights)
+    for item, weight in zip(items, weights, strict=True):
+        target -= weight
+        if target < 0:
+            return item
+    return [item for item, weight in zip(items, weights, strict=True) if weight > 0][-1]
+
+
+def budget_number(seed: int, step: int, draw: int) -> float:
+    """Uniform in [0, 1), for the `draw`-th budget of a step."""
+    return _uniform(seed, step, _BUDGET, draw)
+
+
+def size_number(seed: int, step: int) -> float:
+    """Uniform in [0, 1), for the image size of a step."""
+    return _uniform(seed, step, _SIZE, 0)
+
+
+def seed_torch(seed: int, step: int, draw: int = 0) -> None:
+    """Put torch's generators where the `draw`-th pass of a step begins.
+
+    The student's own random numbers follow from there: the same for every part of the batch, so
+    that splitting it among ranks or in time changes nothing.
+    """
+    number = int(_uniform(seed, step, _TORCH, draw) * 2**53)
+    torch.manual_seed(number)
+
+
+def _uniform(seed: int, step: int, kind: int, draw: int) -> float:
+    return float(uniform(sample_keys(seed, step, kind), draw)[0])

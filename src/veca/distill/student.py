@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,13 +20,18 @@ from torch import Tensor, nn
 
 from veca.config import VecaConfig, preset
 from veca.dense import DenseVit
+from veca.distill.config import StudentConfig
+from veca.distill.teachers import Teachers
 from veca.errors import DistillError
-from veca.model import Veca, initialize
+from veca.model import Veca, create_model, initialize
+from veca.teachers import read_dense_vit
 from veca.teachers.base import Teacher
-from veca.weights import load
+from veca.weights import load, read_provenance
 from veca.weights.tensors import write_file
 
 HEADS = "heads.safetensors"
+TRAINING_FIELDS = ("rope_shift", "rope_jitter", "rope_rescale")
+"""Fields of `VecaConfig` that matter in training alone, so that stored weights can change them."""
 
 
 class Prediction(NamedTuple):
@@ -175,3 +181,70 @@ def load_heads(folder: str | os.PathLike[str]) -> dict[str, Head]:
 def load_backbone(source: str, *, backend: str) -> Veca:
     """Stored weights as a network to train on, float32 on the host."""
     return load(source, backend=backend).train()
+
+
+# ------------------------------------------------------------------------------- first weights
+
+
+@dataclass
+class InitialStudent:
+    """Where the student's first weights come from."""
+
+    student: Student
+    patch_from: str | None = None
+    """The teacher whose patch convolution was taken."""
+    provenance: dict[str, Any] | None = None
+    """Of the stored weights it starts from."""
+
+
+def build_student(config: StudentConfig, teachers: Teachers, seed: int) -> InitialStudent:
+    """Fresh or stored weights, on the host; the same on every rank."""
+    widths = [teacher.widths for teacher in teachers]
+    torch.manual_seed(seed)
+    backbone: Veca | DenseVit
+    if config.init:
+        if fixed := sorted(set(config.config) - set(TRAINING_FIELDS)):
+            raise DistillError(
+                f"student.init takes the stored architecture, so student.config cannot change "
+                f"{fixed[0]}; with stored weights only {', '.join(TRAINING_FIELDS)} can be changed."
+            )
+        if config.dense:
+            backbone, provenance = read_dense_vit(config.init)
+            backbone = backbone.float().train()
+        else:
+            backbone = load_backbone(config.init, backend=config.backend)
+            provenance = read_provenance(config.init)
+        backbone.config = backbone.config.replace(**config.config)
+        start = InitialStudent(Student(backbone, widths), provenance=provenance)
+        stored = load_heads(config.init) if Path(config.init).expanduser().is_dir() else {}
+        for place, teacher in enumerate(teachers):
+            if teacher.name in stored and str(place) in start.student.heads:
+                head = stored[teacher.name].state_dict()
+                start.student.heads[str(place)].load_state_dict(head)
+    else:
+        fields = student_config(config.preset, dict(config.config), widths[0])
+        dense = config.dense
+        backbone = DenseVit(fields) if dense else create_model(fields, backend=config.backend)
+        start = InitialStudent(Student(backbone, widths))
+        if config.patch_from_teacher:
+            models = [teacher.model for teacher in teachers]
+            start.patch_from = take_patch_embedding(backbone, models)
+    if isinstance(backbone, Veca):
+        backbone.set_grad_checkpointing(config.gradient_checkpointing)
+    elif config.gradient_checkpointing:
+        raise DistillError("student.gradient_checkpointing is for VECA, not for a dense student.")
+    return start
+
+
+def compile_blocks(student: Student, variants: int) -> None:
+    """Compile each block on its own; `variants` is how many shapes each will see."""
+    import torch._dynamo
+
+    # A new graph for each budget, size and mode; torch would give up after a handful.
+    # All students share the code of a block, so their graphs add up.
+    wanted = 4 * variants + 8
+    limits = torch._dynamo.config
+    limits.recompile_limit += wanted
+    limits.accumulated_recompile_limit += wanted * len(student.blocks())
+    for block in student.blocks():
+        block.compile(dynamic=False)

@@ -1,28 +1,37 @@
-"""One student's part in a training step, and all that a checkpoint has to hold of it."""
+"""The students of a run: networks, optimisers, averages, and all a checkpoint holds of them.
+
+Nearly always it is one. Several (`siblings` in the settings) share the images, the augmentation
+and the teachers' passes, and nothing else: each has its own weights, gradients and optimiser, and
+learns what it would have learnt alone. `step` is what they do.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from veca.distill.config import DistillConfig, StudentConfig
-from veca.distill.draws import seed_torch
-from veca.distill.ema import WeightAverage
 from veca.distill.graphs import PassGraphs
-from veca.distill.optim import Optimizers
+from veca.distill.losses import DistillLoss
+from veca.distill.optim import Optimizers, WeightAverage
 from veca.distill.parallel import World, shard
-from veca.distill.schedule import Plan, Step
-from veca.distill.setup import Start, build_student, compile_blocks
-from veca.distill.teaching import Target, Teaching
+from veca.distill.schedule import TrainingPlan
+from veca.distill.standardise import from_tensors, to_tensors
+from veca.distill.student import InitialStudent, build_student, compile_blocks
+from veca.distill.teachers import Teachers
 from veca.errors import DistillError
 
+MAIN = ""
+"""The name of the settings' own student, beside its siblings'."""
 
-class Trainer:
-    """Student, optimisers and average, as one thing that steps, saves and loads.
+
+class StudentTrainer:
+    """One student with its optimisers and its average, as one thing to save and load.
 
     Nothing here knows how many processes there are, or writes a file.
 
@@ -33,14 +42,14 @@ class Trainer:
     def __init__(
         self,
         config: DistillConfig,
-        teaching: Teaching,
+        teachers: Teachers,
         world: World,
         settings: StudentConfig | None = None,
     ) -> None:
-        self.config, self.teaching, self.world = config, teaching, world
+        self.config, self.world = config, world
         self.settings = config.student if settings is None else settings
-        self.start: Start = build_student(self.settings, teaching, config.seed)
-        self.student = self.start.student.to(world.device).train()
+        self.initial: InitialStudent = build_student(self.settings, teachers, config.seed)
+        self.student = self.initial.student.to(world.device).train()
         self.architecture = self.student.backbone.config
         precision = config.precision
         if precision == "auto":
@@ -55,7 +64,7 @@ class Trainer:
         """Whether the student is a dense ViT, which has no budget."""
         return self.settings.dense
 
-    def prepare(self, plan: Plan) -> None:
+    def prepare(self, plan: TrainingPlan) -> None:
         """Compile, spread over the processes and make the optimisers."""
         o = self.config.optimizer
         if self.settings.compile:
@@ -84,51 +93,7 @@ class Trainer:
                     f"process(es) on {self.world.device}; set student.graphs to false, and that of "
                     "siblings too."
                 )
-            self.graphs = PassGraphs(self._pass, self.parameters)
-
-    # ------------------------------------------------------------------------------------ a step
-
-    def learn(
-        self, pixels: Tensor, targets: Sequence[Target], step: Step, share: float, *, last: bool
-    ) -> Tensor:
-        """Forward and backward on a part of a step's batch; returns its loss terms, on the device.
-
-        Args:
-            pixels: [B, 3, H, W] in 0..1, and what the teachers say about them.
-            share: of the part in the step's batch, 0..1.
-            last: whether the part is the step's last.
-        """
-        images = self.normalise(pixels)
-        # A dense student has no budgets, hence one pass, however many the others make.
-        budgets = (0,) if self.dense else step.budgets
-        share = share / len(budgets)
-        terms: Tensor | None = None
-        for number, budget in enumerate(budgets):
-            seed_torch(self.config.seed, step.number, number)
-            final = last and number + 1 == len(budgets)
-            with self.world.backward(self.wrapped, last=final):
-                here = (self.graphs or self._pass)(images, targets, budget, share)
-            terms = here if terms is None else terms + here
-        assert terms is not None
-        return terms
-
-    def _pass(self, images: Tensor, targets: Sequence[Target], cores: int, share: float) -> Tensor:
-        """Forward and backward at one budget; adds to the gradients, returns the loss terms."""
-        with self.autocast():
-            predictions = self.wrapped(images, cores=cores)
-        losses = self.teaching.judge(predictions, targets)
-        (self.teaching.total(losses) * share).backward()
-        return self.teaching.terms(losses) * share
-
-    def update(self, step: Step) -> Tensor:
-        """Move the weights after all parts of a step; returns the gradient's length."""
-        self.optimizers.set_lr(step.lr * self.settings.lr_scale, self.settings.adamw_scale)
-        norm = self.world.clip_gradients(self.parameters, self.config.optimizer.clip)
-        self.optimizers.step()
-        self.optimizers.zero_grad(keep=self.graphs is not None)
-        if self.ema is not None:
-            self.ema.update(step.number + 1)
-        return norm
+            self.graphs = PassGraphs(self.parameters)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Pixels in 0..1 -> what the student expects."""
@@ -194,3 +159,100 @@ class Trainer:
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
+
+
+class StudentGroup:
+    """All students: a trainer for each, by name, and the loss they share."""
+
+    def __init__(self, config: DistillConfig, teachers: Teachers, world: World) -> None:
+        self.config, self.teachers, self.world = config, teachers, world
+        self.loss = DistillLoss(teachers)
+        self.trainers = {MAIN: StudentTrainer(config, teachers, world)}
+        for name, settings in config.siblings.items():
+            self.trainers[name] = StudentTrainer(config, teachers, world, settings)
+            theirs, ours = (self.trainers[which].architecture.patch_size for which in (name, MAIN))
+            if theirs != ours:
+                raise DistillError(
+                    f"sibling {name} has patches of {theirs} pixels and the student of {ours}; "
+                    "students that share a teacher's answers need the same grid."
+                )
+
+    @property
+    def main(self) -> StudentTrainer:
+        return self.trainers[MAIN]
+
+    @property
+    def elastic(self) -> bool:
+        """Whether any student has budgets; a dense ViT has none."""
+        return not all(trainer.dense for trainer in self.trainers.values())
+
+    def prepare(self, plan: TrainingPlan) -> None:
+        """Compile, spread over the processes and make the optimisers."""
+        for name, trainer in self.trainers.items():
+            most, wanted = trainer.architecture.num_cores, plan.budgets.budgets[-1]
+            if wanted > most and not trainer.dense:
+                raise DistillError(
+                    f"budgets go up to {wanted}, but sibling {name} has {most} cores; set "
+                    "nested.budgets to what all students have."
+                )
+            trainer.prepare(plan)
+        if any(trainer.settings.compile for trainer in self.trainers.values()):
+            self.loss.compile()
+        self.teachers.smallest_cells = math.prod(self.grid(plan.sizes.sizes[0]))
+
+    @property
+    def term_names(self) -> list[str]:
+        """Names of what a training step returns, one after the other."""
+        return [
+            f"{name}:{term}" if name else term
+            for terms in (self.loss.term_names, ["grad_norm"])
+            for name in self.trainers
+            for term in terms
+        ]
+
+    def grid(self, size: int) -> tuple[int, int]:
+        """Patches of an image of `size` pixels, (rows, columns)."""
+        cells = size // self.main.architecture.patch_size
+        return cells, cells
+
+    def teacher_size(self, size: int) -> tuple[int, int]:
+        """The pixels the teachers see when the students see `size`."""
+        return self.teachers.image_size(self.grid(size))
+
+    # --------------------------------------------------------------------------------- its state
+
+    def state(self, *, optimizer: bool = True) -> dict[str, dict[str, Tensor]]:
+        """Whole tensors on the host of the first rank, by section and name. All ranks call it.
+
+        A sibling's sections begin with its name and a colon.
+        """
+        sections = {}
+        for name, trainer in self.trainers.items():
+            for section, tensors in trainer.state(optimizer=optimizer).items():
+                sections[section_name(name, section)] = tensors
+        if statistics := self.teachers.statistics():
+            sections["targets"] = self.world.gather(to_tensors(statistics))
+        return sections
+
+    def load_state(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from what `state` gave, on any number of processes; all ranks pass the same."""
+        for name, trainer in self.trainers.items():
+            trainer.load_state(sections_of(sections, name))
+        if "targets" in sections:
+            self.teachers.set_statistics(from_tensors(sections["targets"]), self.world.device)
+
+
+def section_name(student: str, section: str) -> str:
+    return f"{student}:{section}" if student else section
+
+
+def sections_of(
+    sections: Mapping[str, Mapping[str, Tensor]], student: str
+) -> dict[str, Mapping[str, Tensor]]:
+    """One student's sections, without its name; what all share is kept."""
+    own = f"{student}:" if student else ""
+    return {
+        section.removeprefix(own): tensors
+        for section, tensors in sections.items()
+        if section == "targets" or (section.startswith(own) and (own or ":" not in section))
+    }

@@ -13,7 +13,7 @@ from veca.data import Batch, Loader
 from veca.distill.losses import classifier_kl, cosine_distance
 from veca.distill.parallel import World
 from veca.distill.student import Prediction, Student
-from veca.distill.teaching import Lesson, Target, Teaching
+from veca.distill.teachers import FrozenTeacher, Teachers, TeacherTargets
 from veca.model import evaluating
 
 Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -22,7 +22,7 @@ _NAMES = ("cls_cos", "cls_mse", "dense_cos", "dense_mse", "loss", "kl", "agree")
 _OF_CLASSIFIER = ("kl", "agree")
 
 
-class Examined(NamedTuple):
+class ValidatedStudent(NamedTuple):
     """A student to be measured, and how."""
 
     student: Student
@@ -34,8 +34,8 @@ class Examined(NamedTuple):
 
 @torch.no_grad()
 def validate(
-    examined: Sequence[Examined],
-    teaching: Teaching,
+    students: Sequence[ValidatedStudent],
+    teachers: Teachers,
     loader: Loader,
     *,
     sizes: Sequence[int],
@@ -52,42 +52,44 @@ def validate(
     batch and the number of ranks.
 
     Args:
-        examined: students on the same patch grid; the teachers are asked once for all of them.
+        students: students on the same patch grid; the teachers are asked once for all of them.
         batches: images at once at each size, over all ranks.
     """
-    patch = examined[0].student.backbone.config.patch_size
-    rows: list[list[dict[str, Any]]] = [[] for _ in examined]
+    patch = students[0].student.backbone.config.patch_size
+    rows: list[list[dict[str, Any]]] = [[] for _ in students]
     with contextlib.ExitStack() as stack:
-        for one in examined:
+        for one in students:
             stack.enter_context(evaluating(one.student))
             stack.enter_context(_uncompiled(one.student))
         for size in sizes:
             grid = (size // patch, size // patch)
             # Apple's GPUs have no float64.
             dtype = torch.float32 if world.device.type == "mps" else torch.float64
-            shape = (len(teaching.lessons), len(_NAMES))
+            shape = (len(teachers), len(_NAMES))
             sums = [
                 torch.zeros((len(one.budgets), *shape), dtype=dtype, device=world.device)
-                for one in examined
+                for one in students
             ]
-            shown = teaching.image_size(grid)
+            shown = teachers.image_size(grid)
             count = batches[size]
             sweep = loader.sweep(size=size, teacher_size=shown, batch_size=count)
             for batch in _every(sweep, -(-loader.samples // count), size, shown, world):
                 real = len(batch.indices)
-                targets = teaching.targets(batch.shown, grid)
-                for one, mine in zip(examined, sums, strict=True):
+                targets = teachers.targets(batch.shown, grid)
+                for one, mine in zip(students, sums, strict=True):
                     images = one.normalise(batch.pixels)
                     for i, budget in enumerate(one.budgets):
                         with one.autocast():
                             predictions = one.student(images, cores=budget)
                         if real:
-                            for j, lesson in enumerate(teaching.lessons):
-                                mine[i, j] += _measure(predictions[j], targets[j], teaching, lesson)
-            for one, mine, found in zip(examined, sums, rows, strict=True):
+                            for j, teacher in enumerate(teachers):
+                                mine[i, j] += _measure(
+                                    predictions[j], targets[j], teachers, teacher
+                                )
+            for one, mine, found in zip(students, sums, rows, strict=True):
                 means = (world.sum(mine) / loader.samples).tolist()
                 found += [
-                    _row(size, budget, teaching, j, values)
+                    _row(size, budget, teachers, j, values)
                     for budget, by_teacher in zip(one.budgets, means, strict=True)
                     for j, values in enumerate(by_teacher)
                 ]
@@ -107,10 +109,10 @@ def _uncompiled(student: Student) -> Iterator[None]:
             block._compiled_call_impl = call
 
 
-def mean_loss(rows: Sequence[dict[str, Any]], teaching: Teaching) -> float:
+def mean_loss(rows: Sequence[dict[str, Any]], teachers: Teachers) -> float:
     """The mean over the grid of the teachers' weighted losses: what "best" goes by."""
-    weights = {lesson.name: lesson.settings.weight for lesson in teaching.lessons}
-    first = teaching.lessons[0].name
+    weights = {teacher.name: teacher.settings.weight for teacher in teachers}
+    first = teachers[0].name
     cells = len({(row["size"], row["cores"]) for row in rows})
     return sum(weights[row.get("teacher", first)] * row["loss"] for row in rows) / cells
 
@@ -133,27 +135,29 @@ def _every(
             yield Batch(blank, big, torch.empty(0, dtype=torch.long), 0, number)
 
 
-def _measure(said: Prediction, target: Target, teaching: Teaching, lesson: Lesson) -> Tensor:
+def _measure(
+    said: Prediction, target: TeacherTargets, teachers: Teachers, teacher: FrozenTeacher
+) -> Tensor:
     """Sums over the images of the batch of what `_NAMES` names."""
     cls = cosine_distance(said.cls, target.cls)
     cls_mse = (said.cls.float() - target.cls).square().mean(dim=-1)
     dense = cosine_distance(said.patches, target.patches).mean(dim=1)
     dense_mse = (said.patches.float() - target.patches).square().mean(dim=(1, 2))
-    loss = cls + teaching.loss.dense * (dense + teaching.loss.mse * dense_mse)
+    loss = cls + teachers.loss.dense * (dense + teachers.loss.mse * dense_mse)
     kl = agree = torch.zeros_like(cls)
     if target.logits is not None:
-        logits = lesson.classify(said.cls)
+        logits = teacher.classify(said.cls)
         kl = classifier_kl(logits, target.logits)
         agree = (logits.argmax(dim=-1) == target.logits.argmax(dim=-1)).float()
     return torch.stack([1 - cls, cls_mse, 1 - dense, dense_mse, loss, kl, agree]).sum(dim=1)
 
 
 def _row(
-    size: int, budget: int, teaching: Teaching, place: int, values: Sequence[float]
+    size: int, budget: int, teachers: Teachers, place: int, values: Sequence[float]
 ) -> dict[str, Any]:
-    lesson = teaching.lessons[place]
-    named = {"teacher": lesson.name} if len(teaching.lessons) > 1 else {}
+    teacher = teachers[place]
+    named = {"teacher": teacher.name} if len(teachers) > 1 else {}
     numbers = dict(zip(_NAMES, values, strict=True))
-    if not lesson.settings.kl:
+    if not teacher.settings.kl:
         numbers = {name: v for name, v in numbers.items() if name not in _OF_CLASSIFIER}
     return {"size": size, "cores": budget, **named, **numbers}

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from veca._util import files
+from veca.checks import check_budget, check_model
 from veca.errors import ExportError, InputError, OutputError, suggest
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
-from veca.model import Veca, check_budget, check_model
+from veca.model import Veca
 from veca.version import __version__
 from veca.weights import weights_hash
 from veca.weights.store import file_hash
@@ -192,7 +193,7 @@ def _check(
         raise InputError("cores is empty; give budgets such as 8 and 64, or 'any'.")
     budgets = [b if b == ANY else _budget(b, model.config.num_cores) for b in listed]
     if to == "onnx":
-        onnx_file.require("onnx", "onnxscript", "onnxruntime")
+        onnx_file.require_onnx()
         number = torch.finfo(DTYPES[dtype]).bits // 8
         onnx_file.check_fits(number * sum(p.numel() for p in model.parameters()))
     return list(dict.fromkeys(budgets))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from veca.errors import ExportError
-from veca.model import Veca, VecaOutput, check_images
+from veca.model import Veca, VecaOutput
 
 OUTPUTS = ("cls", "patches", "core_tokens", "core_xy")
 """Names of the outputs of every exported file, in this order."""
@@ -46,14 +45,10 @@ class AnyBudget(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor, cores: Tensor) -> dict[str, Tensor]:
-        # The walk itself, because `Veca.forward` wants to know the budget while tracing.
-        config = self.model.config
-        grid = check_images(images, config.in_channels, config.patch_size)
         budget = int(cores.item()) if not torch.compiler.is_compiling() else cores.item()
         torch._check(budget >= 1)
-        torch._check(budget <= config.num_cores)
-        last = deque(self.model._layers(images, budget), maxlen=1).pop()  # type: ignore[arg-type]
-        return _named(self.model._finish(last, budget, grid))  # type: ignore[arg-type]
+        torch._check(budget <= self.model.config.num_cores)
+        return _named(self.model(images, cores=budget))
 
 
 def _named(out: VecaOutput) -> dict[str, Tensor]:

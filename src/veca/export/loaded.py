@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from veca._util.device import usable_device
+from veca.checks import check_budget, check_finite, check_images
 from veca.config import VecaConfig
 from veca.errors import ConfigError, ExportError, InputError
 from veca.export.graph import MIN_SIDE
 from veca.export.onnx_file import OnnxRunner
 from veca.export.torch_file import TorchRunner
-from veca.model import VecaOutput, check_budget, check_finite, check_images
+from veca.model import VecaOutput
 
 
 class ExportedModel:

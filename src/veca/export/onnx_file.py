@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -14,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from veca._util.extras import require
 from veca.config import VecaConfig
-from veca.errors import ExportError, InputError, MissingExtraError
+from veca.errors import ExportError, InputError
 from veca.export.graph import OUTPUTS, quiet
 
 METADATA = "veca"
@@ -27,18 +27,10 @@ _ROOM = 16 * 2**20  # for everything that is not weights
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
-def require(*names: str) -> list[Any]:
-    """The modules called `names`, or an error that says how to get them."""
-    modules = []
-    for name in names:
-        try:
-            modules.append(importlib.import_module(name))
-        except ImportError as error:
-            raise MissingExtraError(
-                f"ONNX needs {name}, which cannot be imported ({error}); install it with: "
-                "pip install 'veca[export]'"
-            ) from error
-    return modules
+def require_onnx() -> None:
+    """Refuse to start where a library that writing or checking a file needs is missing."""
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        require(name, "ONNX")
 
 
 def check_fits(weight_bytes: int) -> None:
@@ -58,8 +50,8 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
             of the ONNX operators is added to them.
     """
     config = VecaConfig.from_dict(facts["config"])
-    (onnx,) = require("onnx")
-    require("onnxscript")
+    onnx = require("onnx", "ONNX")
+    require("onnxscript", "ONNX")
     inputs = ["images"] if facts["cores"] != "any" else ["images", "cores"]
     with quiet():
         try:
@@ -213,7 +205,7 @@ class OnnxRunner:
     """An ONNX file in onnxruntime: tensors in, a dict of tensors out, nothing checked."""
 
     def __init__(self, path: str | os.PathLike[str], device: str = "cpu") -> None:
-        (runtime,) = require("onnxruntime")
+        runtime = require("onnxruntime", "ONNX")
         provider = _PROVIDERS.get(device.partition(":")[0])
         if provider is None or provider not in runtime.get_available_providers():
             raise InputError(

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from veca._util.extras import missing
+from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, suggest
-from veca.model import Veca, check_budget
+from veca.model import Veca
 from veca.weights import load, names, read_config
 
 __all__ = ["TimmVeca", "register"]
@@ -246,14 +248,12 @@ class TimmVeca(nn.Module):
     def _walk(
         self, x: Tensor, cores: int | None, keep: Sequence[int] = (), last: int | None = None
     ) -> _Walk:
-        budget, grid = self.veca._check(x, self._budget(cores))
+        budget = self._budget(cores)
         kept: list[Tensor] = []
-        tokens = x
-        for layer in self.veca._layers(x, budget, last=last):
-            tokens = layer.tokens
+        for layer in self.veca.walk(x, budget, last=last):
             if layer.number - 1 in keep:
-                kept.append(tokens)
-        return _Walk(tokens, kept, budget, grid)
+                kept.append(layer.tokens)
+        return _Walk(layer.tokens, kept, budget, layer.grid)
 
 
 def take_indices(count: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
@@ -320,12 +320,8 @@ def require_timm() -> Any:
     try:
         return importlib.import_module("timm")
     except ModuleNotFoundError as error:
-        missing = error.name or "timm"
-        advice = "pip install timm" if missing == "timm" else f"pip install {missing}"
-        raise MissingExtraError(
-            f"veca.integrations.timm needs timm, which cannot be imported ({error}); install what "
-            f"is missing with: {advice}"
-        ) from error
+        fault = f"cannot be imported ({error})"
+        raise missing(error.name or "timm", "veca.integrations.timm", fault=fault) from error
     except Exception as error:  # a torchvision of another torch fails in more ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise MissingExtraError(

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from veca._util.memory import is_out_of_memory
+from veca.checks import check_budget
 from veca.config import VecaConfig
 from veca.cost import cost
 from veca.dense import DenseVit
+from veca.embed.pipeline import explained_out_of_memory
 from veca.errors import ProbeError
 from veca.images import normalize
-from veca.model import Veca, check_budget
+from veca.model import Veca
 from veca.probe.protocol import Extract
 from veca.weights import weights_hash
 from veca.weights.names import public_name
@@ -373,16 +374,13 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
 
 def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
     """`backbone.features`, with an error in plain words for the usual failures."""
-    try:
+    count, _, height, width = pixels.shape
+    with explained_out_of_memory(
+        f"out of memory: {backbone.label} on {count} images of {height} x {width} pixels; use "
+        "a smaller --batch-size or --size.",
+        ProbeError,
+    ):
         out = backbone.features(pixels, grid)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        count, _, height, width = pixels.shape
-        raise ProbeError(
-            f"out of memory: {backbone.label} on {count} images of {height} x {width} pixels; use "
-            "a smaller --batch-size or --size."
-        ) from error
     if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
         raise ProbeError(
             f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "

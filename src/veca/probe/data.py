@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.errors import ProbeError, suggest
-from veca.probe.datasets import Dataset, find_dataset, open_dataset
-from veca.probe.kept import Kept, room
+from veca.errors import InputError, ProbeError, suggest
+from veca.probe.cache import MemoryCache, memory_to_use
+from veca.probe.datasets import Check, Dataset, check_dataset, find_dataset, open_dataset
 from veca.probe.metrics import as_labels
-from veca.probe.protocol import Subset
+from veca.probe.protocol import Subset, toml_value
 from veca.probe.schedule import generator
 
 DATASET_TASK = {
@@ -30,7 +30,7 @@ _HELD_LABEL_BYTES = 256 * 2**20
 
 
 @dataclass
-class Data:
+class ProbeData:
     """Two splits, and which of their images are used."""
 
     train: Dataset
@@ -69,7 +69,7 @@ def open_data(
     options: Mapping[str, Any] | None = None,
     subset: Subset,
     seed: int,
-) -> Data:
+) -> ProbeData:
     """Open what a task needs.
 
     Args:
@@ -116,7 +116,7 @@ def open_data(
             "a probe trained on one cannot be scored on the other."
         )
     by_class = kind == "classification"
-    found = Data(
+    found = ProbeData(
         train,
         test,
         _pick(train, subset.train, by_class, seed),
@@ -132,6 +132,29 @@ def open_data(
     if by_class:
         _check_classes(found)
     return found
+
+
+def parse_options(lines: Iterable[str]) -> dict[str, Any]:
+    """["partition=2"] -> {"partition": 2}, the `options` of `open_data`; values as in TOML."""
+    found = {}
+    for line in lines:
+        name, equals, value = line.partition("=")
+        if not equals:
+            raise InputError(f"--option reads NAME=VALUE, such as partition=2; got {line!r}.")
+        found[name.strip()] = toml_value(value.strip(), line)
+    return found
+
+
+def check_data(
+    tasks: Iterable[str], dataset: str, data: str | Path, options: Mapping[str, Any] | None = None
+) -> Iterator[Check]:
+    """Read every image and label that tasks would need; one check for each kind of label."""
+    tasks = list(tasks)
+    for task in tasks:
+        if task not in DATASET_TASK:
+            raise InputError(f"unknown task {suggest(task, DATASET_TASK)}")
+    for kind in dict.fromkeys(DATASET_TASK[task] for task in tasks):
+        yield check_dataset(dataset, data, task=kind, contents=True, **(options or {}))
 
 
 def _pick(dataset: Dataset, limit: int, by_class: bool, seed: int) -> list[int]:
@@ -150,7 +173,7 @@ def _pick(dataset: Dataset, limit: int, by_class: bool, seed: int) -> list[int]:
     return sorted(chosen)
 
 
-def _check_classes(data: Data) -> None:
+def _check_classes(data: ProbeData) -> None:
     """A class without a training image can never be predicted: said, since it costs accuracy."""
     seen = {data.train.label(i) for i in data.train_indices}
     empty = [name for label, name in enumerate(data.train.classes) if label not in seen]
@@ -161,14 +184,14 @@ def _check_classes(data: Data) -> None:
         )
 
 
-def train_labels(data: Data) -> Tensor:
+def train_labels(data: ProbeData) -> Tensor:
     """int64 [training images used]."""
     values = [data.train.label(i) for i in data.train_indices]
     names = [data.train.ids[i] for i in data.train_indices]
     return as_labels(values, data.train.num_classes, names)
 
 
-def test_labels(data: Data) -> list[list[int]]:
+def test_labels(data: ProbeData) -> list[list[int]]:
     """Every label that counts as right, by image."""
     right = [list(data.test.labels(i)) for i in data.test_indices]
     for labels, i in zip(right, data.test_indices, strict=True):
@@ -176,7 +199,7 @@ def test_labels(data: Data) -> list[list[int]]:
     return right
 
 
-def hold_out(data: Data, labels: Tensor, share: float, seed: int) -> Tensor:
+def hold_out(data: ProbeData, labels: Tensor, share: float, seed: int) -> Tensor:
     """bool [training images used]: those that settings are chosen on, never trained on before.
 
     Drawn class by class; whole groups where the dataset says that images belong together.
@@ -207,10 +230,10 @@ def hold_out(data: Data, labels: Tensor, share: float, seed: int) -> Tensor:
 
 def labels_of(
     read: Callable[[int], Tensor], device: torch.device | None = None
-) -> Kept[int, Tensor]:
+) -> MemoryCache[int, Tensor]:
     """Masks or depth by place, read from the disk once as far as memory allows, on a device."""
     place = device or torch.device("cpu")
-    return Kept(lambda i: read(i).to(place), room(place, _HELD_LABEL_BYTES))
+    return MemoryCache(lambda i: read(i).to(place), memory_to_use(place, _HELD_LABEL_BYTES))
 
 
 def read_mask(dataset: Dataset, i: int, size: Sequence[int]) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from veca._util.files import atomic_write_json
 from veca.errors import ProbeError
 from veca.probe.intervals import Interval
 from veca.probe.metrics import HIGHER_IS_BETTER, PRIMARY
+from veca.weights.names import public_name
 
 FORMAT, FORMAT_VERSION = "veca-probe", 1
 RESULTS = "results.json"
@@ -211,3 +213,33 @@ def check_out(folder: str | Path, planned: dict[str, Any], overwrite: bool = Fal
         raise ProbeError(
             f"{file} holds another run; choose another --out, or replace it with --overwrite."
         )
+
+
+def run_folder(
+    task: str, dataset: str, out: str | Path | None = None, *, several: bool = False
+) -> Path:
+    """Where a run is kept: `out`, or one folder in it for each of several tasks.
+
+    By default runs/probe/TASK-DATASET.
+    """
+    if out is not None and not several:
+        return Path(out)
+    return Path(out or "runs/probe") / f"{task}-{dataset}"
+
+
+def repeat_command(task: str, options: Mapping[str, Any]) -> str:
+    """The `veca probe` that repeats a run; paths are shortened to their last part, to be published.
+
+    Args:
+        options: values by the name of the option: text, a path, a list of such, True for one
+            without a value, None for one that is not given.
+    """
+    words = ["veca", "probe", task]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            if one is True:
+                words.append(f"--{name}")
+            elif one is not None:
+                text = Path(one).name if isinstance(one, Path) else public_name(str(one))
+                words += [f"--{name}", text]
+    return shlex.join(words)

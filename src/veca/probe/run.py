@@ -17,14 +17,22 @@ from veca.bench import machine
 from veca.errors import ProbeError
 from veca.probe.backbone import STUDENT, TEACHER, Backbone, check_unique
 from veca.probe.cache import default_folder
-from veca.probe.data import DATASET_TASK, Data, open_data
+from veca.probe.data import DATASET_TASK, ProbeData, open_data
 from veca.probe.datasets import find_dataset
+from veca.probe.extract import Stored, Summary, extract
 from veca.probe.intervals import Interval, Resampling
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol
 from veca.probe.record import Row, Run, subject
-from veca.probe.tasks import Job, Outcome, Progress, at_size, run_task
-from veca.probe.timing import Cost, costs
+from veca.probe.tasks import (
+    FeatureRequest,
+    Outcome,
+    ProbeSetup,
+    Progress,
+    at_size,
+    make_task,
+)
+from veca.probe.timing import RowCost, costs
 
 
 def run_probe(
@@ -72,7 +80,6 @@ def run_probe(
     begin = time.perf_counter()
     chosen = load_protocol(protocol)
     chosen = _at_sizes(chosen, task, sizes)
-    section = chosen.task(task)
     backbones = [backbone.under(chosen.extract) for backbone in backbones]
     _check_backbones(backbones)
     found = open_data(
@@ -84,47 +91,78 @@ def run_probe(
         train_split=train_split,
         test_split=test_split,
         options=options,
-        subset=section.subset,
+        subset=chosen.task(task).subset,
         seed=chosen.seed,
     )
+    setup = ProbeSetup(
+        protocol=chosen,
+        data=found,
+        backbones=backbones,
+        sizes=_used_sizes(chosen, task, sizes),
+        device=torch.device(device) if device is not None else backbones[0].device,
+        progress=progress or _silent,
+        workers=workers,
+        verify=verify,
+    )
+    work = make_task(task, setup)
+    summary = Summary()
     with ExitStack() as stack:
-        job = Job(
-            protocol=chosen,
-            data=found,
-            backbones=backbones,
-            sizes=list(dict.fromkeys(sizes or [section.view.size])),
-            cache=_cache(cache),
-            device=torch.device(device) if device is not None else backbones[0].device,
-            stack=stack,
-            workers=workers,
-            verify=verify,
-        )
-        watch = _Watch(progress or job.progress)
-        job.progress = watch
-        outcomes = run_task(task, job)
-    job.progress("timing", 0, 1)
+        start = time.perf_counter()
+        features = _extract(work.requests, setup, _cache(cache), stack, summary)
+        seconds = time.perf_counter() - start
+        outcomes = work.outcomes(features)
+    setup.progress("timing", 0, 1)
     prices = costs([(o.backbone, o.input) for o in outcomes], chosen, measure=measure_time)
-    job.progress("timing", 1, 1)
-    notes = [*found.notes, *job.notes, *_cache_notes(job)]
+    setup.progress("timing", 1, 1)
     resampling = resampling_of(found, chosen.seed)
     return Run(
         task=task,
         dataset=found.describe(),
         protocol=chosen.only(task),
         backbones={backbone.name: backbone.describe() for backbone in backbones},
-        rows=_rows(task, outcomes, prices, chosen.extract.cell, resampling),
-        notes=notes,
-        seconds={"features": watch.features(), "total": time.perf_counter() - begin},
+        rows=_rows(task, outcomes, prices, setup.cell, resampling),
+        notes=[*found.notes, *setup.notes, *_cache_notes(summary)],
+        seconds={"features": seconds, "total": time.perf_counter() - begin},
         cache={
-            "decoded": job.summary.decoded,
-            "computed": job.summary.computed,
-            "reused": job.summary.reused,
-            "damaged": len(job.summary.damaged),
+            "decoded": summary.decoded,
+            "computed": summary.computed,
+            "reused": summary.reused,
+            "damaged": len(summary.damaged),
         },
-        machine=_machine(job.device),
+        machine=_machine(setup.device),
         command=command,
         resampling=resampling.describe(),
     )
+
+
+def _extract(
+    requests: Sequence[FeatureRequest],
+    setup: ProbeSetup,
+    cache: Path | None,
+    stack: ExitStack,
+    summary: Summary,
+) -> list[list[Stored]]:
+    """The features that a task asks for, from the cache or computed into it."""
+    found = []
+    for dataset, indices, wants in requests:
+
+        def tell(done: int, total: int, text: str = f"features, {dataset.own_split}") -> None:
+            setup.progress(text, done, total)
+
+        found.append(
+            extract(
+                dataset,
+                indices,
+                wants,
+                settings=setup.protocol.extract,
+                cache=cache,
+                stack=stack,
+                progress=tell,
+                workers=setup.workers,
+                summary=summary,
+            )
+        )
+    return found
 
 
 def planned_subject(
@@ -137,10 +175,9 @@ def planned_subject(
 ) -> dict[str, Any]:
     """The `Run.subject` that `run_probe` with these arguments would have."""
     chosen = _at_sizes(load_protocol(protocol), task, sizes)
-    section = chosen.task(task)
     name = find_dataset(dataset, DATASET_TASK[task]).info.name
-    wanted = list(dict.fromkeys(sizes or [section.view.size]))
-    rows = [(b.name, b.cores, size) for size in wanted for b in backbones]
+    used = _used_sizes(chosen, task, sizes)
+    rows = [(b.name, b.cores, size) for size in used for b in backbones]
     return subject(task, name, chosen.only(task), rows)
 
 
@@ -176,10 +213,15 @@ def _at_sizes(protocol: Protocol, task: str, sizes: Sequence[int] | None) -> Pro
     return dataclasses.replace(protocol, name=name, **changed)
 
 
+def _used_sizes(protocol: Protocol, task: str, sizes: Sequence[int] | None) -> list[int]:
+    """Each once; the protocol's own unless others are asked for."""
+    return list(dict.fromkeys(sizes or [protocol.task(task).view.size]))
+
+
 def _rows(
     task: str,
     outcomes: Sequence[Outcome],
-    prices: Sequence[Cost],
+    prices: Sequence[RowCost],
     cell: int,
     resampling: Resampling,
 ) -> list[Row]:
@@ -240,7 +282,7 @@ def _full_budgets(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], int]:
     return places
 
 
-def resampling_of(data: Data, seed: int) -> Resampling:
+def resampling_of(data: ProbeData, seed: int) -> Resampling:
     """How the test images are drawn anew: alone, by scene, or in blocks of time."""
     groups = data.test.groups
     return Resampling(
@@ -258,29 +300,14 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return {**dataclasses.asdict(machine(device)), **libraries, "threads": threads}
 
 
-def _cache_notes(job: Job) -> list[str]:
+def _cache_notes(summary: Summary) -> list[str]:
     notes = []
-    if job.summary.damaged:
-        notes.append(f"{len(job.summary.damaged)} damaged parts of the feature cache recomputed")
-    for label in job.summary.uncached:
+    if summary.damaged:
+        notes.append(f"{len(summary.damaged)} damaged parts of the feature cache recomputed")
+    for label in summary.uncached:
         notes.append(f"features of {label} are not kept: its weights cannot be told apart")
     return notes
 
 
-class _Watch:
-    """Passes progress on, and sums up the time spent on features."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._spent = 0.0
-        self._last: tuple[bool, float] | None = None
-
-    def __call__(self, text: str, done: int, total: int) -> None:
-        now = time.perf_counter()
-        if self._last is not None and self._last[0]:
-            self._spent += now - self._last[1]
-        self._last = (text.startswith("features") and done < total, now)
-        self._progress(text, done, total)
-
-    def features(self) -> float:
-        return self._spent
+def _silent(text: str, done: int, total: int) -> None:
+    pass

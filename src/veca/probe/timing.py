@@ -13,7 +13,7 @@ from veca.probe.backbone import Backbone, Compute
 from veca.probe.protocol import Protocol
 
 
-class Cost(NamedTuple):
+class RowCost(NamedTuple):
     compute: Compute
     ms: float | None
     """Median time of one image, resizing and normalising included; None: not measured."""
@@ -23,12 +23,12 @@ class Cost(NamedTuple):
 
 def costs(
     rows: Sequence[tuple[Backbone, tuple[int, int]]], protocol: Protocol, *, measure: bool = True
-) -> list[Cost]:
+) -> list[RowCost]:
     """The cost of one image for each (backbone, pixels (height, width)); they take turns."""
     cell, timing = protocol.extract.cell, protocol.timing
     counted = [backbone.compute(size, cell) for backbone, size in rows]
     if not measure or not timing.repeats:
-        return [Cost(compute, None, None) for compute in counted]
+        return [RowCost(compute, None, None) for compute in counted]
     calls = {}
     for i, (backbone, size) in enumerate(rows):
         generator = torch.Generator().manual_seed(0)
@@ -50,5 +50,5 @@ def costs(
         if len(each) > 1:
             low, _, high = statistics.quantiles(each, n=4, method="inclusive")
             spread = high - low
-        found.append(Cost(compute, statistics.median(each), spread))
+        found.append(RowCost(compute, statistics.median(each), spread))
     return found

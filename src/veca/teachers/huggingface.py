@@ -21,7 +21,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from veca.errors import MissingExtraError, suggest
+from veca._util.extras import require
+from veca.errors import suggest
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError
 from veca.teachers.folder import (
@@ -443,7 +444,7 @@ def _load_remote(
     transformers = require_transformers()
     files = folder.weights(TRANSFORMERS_WEIGHTS)
     folder.fetch_code()
-    with quiet():
+    with quiet_transformers():
         try:
             model = transformers.AutoModel.from_pretrained(
                 str(folder.path), trust_remote_code=True, local_files_only=True
@@ -468,7 +469,7 @@ def load_pretrained(
     Weights that are not there would be drawn at random: that is refused.
     """
     model_class = find_class(architecture)
-    with quiet():
+    with quiet_transformers():
         try:
             model, info = model_class.from_pretrained(
                 str(folder.path) if state is None else None,
@@ -507,12 +508,7 @@ def find_class(architecture: str) -> Any:
 def require_transformers() -> Any:
     """The package, or an error that names the extra."""
     _hide_broken_torchvision()
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(
-            "this teacher needs transformers; install it with: pip install 'veca[hf]'"
-        ) from error
+    return require("transformers", "this teacher")
 
 
 def _hide_broken_torchvision() -> None:
@@ -536,7 +532,7 @@ def _hide_broken_torchvision() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """No progress bars and no reports of unused weights (a CLIP file holds a text tower too)."""
     logging: Any = importlib.import_module("transformers.utils.logging")
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

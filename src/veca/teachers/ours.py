@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from veca._util import files
+from veca.checks import check_budget
 from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.errors import ConfigError, WeightsError
-from veca.model import Veca, check_budget
+from veca.model import Veca
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError
 from veca.weights import load, read_provenance
 from veca.weights.tensors import content_hash, write_file

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import Tensor, nn
 
-from veca.errors import MissingExtraError
+from veca._util.extras import require
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
 from veca.teachers.base import UNKNOWN_LICENCE, Grid, Teacher, TeacherError
 from veca.weights.tensors import content_hash
@@ -78,7 +77,7 @@ class TimmTeacher(Teacher):
 
 def load_timm(name: str, *, pretrained: bool = True) -> TimmTeacher:
     """A timm model by its name, such as "vit_small_patch14_dinov2.lvd142m"."""
-    timm = _require_timm()
+    timm = require("timm", "this teacher")
     # DINOv3 and others default to average pooling, which leaves out the last norm; with "token"
     # it is applied. A model without a CLS token refuses that and keeps its own pooling.
     attempts: list[dict[str, Any]] = [
@@ -107,22 +106,6 @@ def _cannot(name: str, error: Exception) -> TeacherError:
         "timm.list_models(pretrained=True) has the names, and the weights need the network or a "
         "cache."
     )
-
-
-def _require_timm() -> Any:
-    try:
-        return importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        if error.name == "timm":
-            raise MissingExtraError(
-                "this teacher needs timm; install it with: pip install timm"
-            ) from error
-        raise MissingExtraError(f"timm cannot be imported: {error}; install that too.") from error
-    except Exception as error:
-        raise MissingExtraError(
-            f"timm is installed but cannot be imported ({type(error).__name__}: {error}); it needs "
-            "a torchvision that belongs to this torch."
-        ) from error
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:

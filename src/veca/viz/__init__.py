@@ -9,12 +9,16 @@ A `View` is a photo as a model sees it; it gives tensors (`run`, `features`, `at
 is saved as PNG, SVG or HTML.
 """
 
+from __future__ import annotations
+
+import warnings
+
 from veca.viz.attention import draw_attention, draw_single_cores
+from veca.viz.catalogue import FIGURES, Options, draw, save
 from veca.viz.colour import heat
 from veca.viz.cores import draw_paths, draw_states, path_lengths
 from veca.viz.features import draw_features, draw_sizes, feature_pictures
 from veca.viz.figure import FORMATS, Figure, Panel
-from veca.viz.figures import FIGURES, Options, draw, save
 from veca.viz.numbers import Numbers, Verdict, draw_numbers, measure, verdicts
 from veca.viz.project import Palette, Pca, joint_colours, project
 from veca.viz.report import report
@@ -26,7 +30,7 @@ from veca.viz.similarity import (
     draw_similarity,
     point_map,
 )
-from veca.viz.view import Run, View, default_budgets, default_layers
+from veca.viz.view import PhotoFeatures, View, default_layers, fitting_budgets
 
 __all__ = [
     "FIGURES",
@@ -37,13 +41,12 @@ __all__ = [
     "Palette",
     "Panel",
     "Pca",
-    "Run",
+    "PhotoFeatures",
     "Verdict",
     "View",
     "agreement_map",
     "cls_map",
     "cosine_map",
-    "default_budgets",
     "default_layers",
     "draw",
     "draw_agreement",
@@ -56,6 +59,7 @@ __all__ = [
     "draw_sizes",
     "draw_states",
     "feature_pictures",
+    "fitting_budgets",
     "heat",
     "joint_colours",
     "measure",
@@ -66,3 +70,13 @@ __all__ = [
     "save",
     "verdicts",
 ]
+
+_OLD_NAMES = {"Run": "PhotoFeatures", "default_budgets": "fitting_budgets"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OLD_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _OLD_NAMES[name]
+    warnings.warn(f"veca.viz.{name} is now veca.viz.{new}", DeprecationWarning, stacklevel=2)
+    return globals()[new]

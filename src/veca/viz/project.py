@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.errors import InputError, MissingExtraError, suggest
+from veca._util.extras import require
+from veca.errors import InputError, suggest
 
 METHODS = ("pca", "umap")
 
@@ -131,15 +132,9 @@ def _scale(projected: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def _umap(features: Tensor, components: int, seed: int) -> Tensor:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import umap  # type: ignore[import-not-found,import-untyped]
-    except ImportError as error:
-        raise MissingExtraError(
-            "UMAP needs umap-learn, which is not installed; install it with: pip install "
-            "'veca[umap]', or use PCA."
-        ) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        umap = require("umap", "UMAP, unlike PCA,")
     rows = len(features)
     if rows < 4:
         raise InputError(f"UMAP needs at least 4 rows, got {rows}; use PCA.")

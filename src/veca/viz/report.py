@@ -10,9 +10,9 @@ from veca._util.files import atomic_write, place_for
 from veca._util.html import Page
 from veca.cost import cost
 from veca.viz import numbers
+from veca.viz.catalogue import FIGURES, Options
+from veca.viz.default_weights import FRESH, is_fresh
 from veca.viz.figure import Figure
-from veca.viz.figures import FIGURES, Options
-from veca.viz.source import FRESH, is_fresh
 from veca.viz.view import View, check_budgets, default_layers, unique_names
 
 # What a report shows of a photo, in order: a figure's name, its heading, and options of its own.
@@ -33,7 +33,7 @@ PARTS = tuple(name for name, _, _ in _PARTS)
 
 
 @dataclass(frozen=True)
-class Report:
+class WrittenReport:
     """A written page, and what it found."""
 
     page: Path
@@ -50,7 +50,7 @@ def report(
     *,
     weights: str = "",
     progress: Callable[[str], None] = lambda line: None,
-) -> Report:
+) -> WrittenReport:
     """Draw every figure of photos and write them to the folder `out` as `index.html`.
 
     Pictures (PNG) and `numbers.csv` lie beside the page.
@@ -85,7 +85,9 @@ def report(
     rows = numbers.measure(views, budgets, kind=options.kind)
     pictures.append(add_numbers(page, rows, folder, fresh, options.layers))
     _add_costs(page, views[0], budgets)
-    return Report(page.write(folder / "index.html"), pictures, rows, numbers.verdicts(rows), fresh)
+    return WrittenReport(
+        page.write(folder / "index.html"), pictures, rows, numbers.verdicts(rows), fresh
+    )
 
 
 def draw_part(view: View, name: str, options: Options | None = None) -> tuple[str, Figure]:

@@ -11,14 +11,15 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.checks import check_budget
 from veca.errors import InputError, whole
-from veca.images import Size, Source, preprocess, read_image
-from veca.model import Veca, check_budget, evaluating
+from veca.images import Size, Source, read_image
+from veca.model import Veca, evaluating
 
 _WIDEST = 3.0  # a panel's width over its height, at most; a strip is shown smaller
 
 
-class Run(NamedTuple):
+class PhotoFeatures(NamedTuple):
     """A photo at one budget, on the CPU in float32."""
 
     patches: Tensor
@@ -53,15 +54,12 @@ class View:
         self.size = size
         self.name = name or (Path(photo).stem if isinstance(photo, (str, Path)) else "photo")
         self.height = height
-        c = model.config
-        batch = preprocess(
-            self.photo, size, patch_size=c.patch_size, mean=c.image_mean, std=c.image_std
-        )
+        batch = model.preprocess(self.photo, size)
         self.pixels = batch.pixels
         """[1, 3, H, W], normalised."""
         self.grid = batch.grid
         """(h, w): patches down and across."""
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, PhotoFeatures] = {}
         self._shown: Image.Image | None = None
 
     @property
@@ -80,13 +78,13 @@ class View:
             return self
         return View(self.model, self.photo, size, name=self.name, height=self.height)
 
-    def run(self, cores: int | None = None) -> Run:
+    def run(self, cores: int | None = None) -> PhotoFeatures:
         """Features, states and paths at a budget, computed once."""
         budget = check_budget(cores, self.model.config.num_cores)
         if budget not in self._runs:
             with inference(self.model):
                 outputs = self.model.forward_intermediates(self._input(), budget)
-            self._runs[budget] = Run(
+            self._runs[budget] = PhotoFeatures(
                 _cpu(outputs[-1].patches[0]),
                 torch.stack([_cpu(out.cores[0]) for out in outputs]),
                 torch.stack([_cpu(out.core_xy[0]) for out in outputs]),
@@ -138,7 +136,7 @@ class View:
         return self.pixels.to(next(self.model.parameters()).device)
 
 
-def default_budgets(model: Veca, wanted: Sequence[int] = (8, 16, 32, 64)) -> list[int]:
+def fitting_budgets(model: Veca, wanted: Sequence[int] = (8, 16, 32, 64)) -> list[int]:
     """Those of `wanted` that the bank has cores for, or the whole bank."""
     whole = model.config.num_cores
     return [c for c in wanted if c <= whole] or [whole]
@@ -147,7 +145,7 @@ def default_budgets(model: Veca, wanted: Sequence[int] = (8, 16, 32, 64)) -> lis
 def check_budgets(model: Veca, cores: Sequence[int] | None) -> list[int]:
     """Budgets a figure was asked for, or the usual ones."""
     if cores is None:
-        return default_budgets(model)
+        return fitting_budgets(model)
     if not cores:
         raise InputError("no budgets were given; a figure needs at least one, such as 32.")
     return [check_budget(c, model.config.num_cores) for c in cores]

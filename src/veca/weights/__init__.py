@@ -1,10 +1,20 @@
 """Weights: saved and loaded as safetensors, found by name, and exchanged with the authors' files.
 
-`store` is the format, `names` and `hub` find weights, `official` knows the authors' layout, and
-`safe_pickle` reads their files without running anything in them.
+`store` is the format, `names` and `hub` find weights, `official` is for the authors' files.
 """
 
-from veca.weights.api import load, read_config, read_provenance, weights_hash
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from veca._util.device import usable_device
+from veca.config import VecaConfig
+from veca.model import Veca
+from veca.weights import names, store
+from veca.weights import tensors as ts
 from veca.weights.names import NAMED, available, find
 from veca.weights.official import export_official, import_official
 from veca.weights.store import save
@@ -21,3 +31,47 @@ __all__ = [
     "save",
     "weights_hash",
 ]
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype | None = torch.float32,
+    backend: str = "auto",
+) -> Veca:
+    """A model with stored weights, in eval mode. Nothing in a file is ever executed.
+
+    Args:
+        source: a name (`veca_small_patch16`, or `small`), a folder, a `.safetensors` file, or a
+            repository of the Hugging Face hub, `owner/name` or `owner/name@revision`. What exists
+            on this machine comes first.
+        dtype: of the weights in memory; None keeps the stored one.
+        backend: the attention backend, as in `create_model`.
+    """
+    ts.check_dtype(dtype)
+    place = usable_device(device)
+    path = names.locate(source)
+    model = store.load_local(path, device=place, dtype=dtype, backend=backend)
+    model.name = names.called(source, path)
+    return model
+
+
+def read_config(source: str | os.PathLike[str]) -> VecaConfig:
+    """The configuration of stored weights, without reading the tensors."""
+    return store.read_config(names.locate(source, (store.CONFIG,)))
+
+
+def read_provenance(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Where stored weights come from: teacher, data, code version and hashes, as saved."""
+    return store.read_provenance(names.locate(source, (store.CONFIG, store.PROVENANCE)))
+
+
+def weights_hash(source: str | os.PathLike[str] | Veca) -> str:
+    """sha256 over the names, dtypes, shapes and bytes of the tensors: a key for caches.
+
+    The dtype counts: weights stored as float16 and the float32 model loaded from them differ.
+    """
+    if isinstance(source, Veca):
+        return ts.content_hash(source.state_dict())
+    return store.read_hash(names.locate(source))

@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from veca._util import files
+from veca.checks import check_model
 from veca.errors import OutputError, WeightsError
-from veca.model import Veca, check_model
-from veca.weights import safe_pickle, store
+from veca.model import Veca
+from veca.weights import store
 from veca.weights import tensors as ts
 from veca.weights.official_layout import from_ours, to_ours
 from veca.weights.official_settings import find_config, their_config
-from veca.weights.safe_pickle import kind
 
 __all__ = [
-    "Checkpoint",
-    "build",
+    "OfficialCheckpoint",
+    "build_model",
     "export_official",
     "from_ours",
     "import_official",
-    "read",
+    "read_checkpoint",
     "to_ours",
 ]
 
@@ -39,7 +39,7 @@ _PREFIXES = ("module.", "student.")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class OfficialCheckpoint:
     """What a file of the authors' holds that matters here."""
 
     path: Path
@@ -59,7 +59,7 @@ def import_official(
 ) -> Veca:
     """A model with the weights of an authors' checkpoint, in eval mode.
 
-    No code in the file is run: anything in it that is not plain data or a tensor is left inert.
+    No code in the file is run: one that holds more than tensors and plain data is refused.
 
     Args:
         config_overrides: fields of `VecaConfig` that win over the file's settings, such as
@@ -67,7 +67,7 @@ def import_official(
         dtype: of the weights in memory; None keeps the stored one.
     """
     ts.check_dtype(dtype)
-    return build(read(path), config_overrides=config_overrides, dtype=dtype)
+    return build_model(read_checkpoint(path), config_overrides=config_overrides, dtype=dtype)
 
 
 def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | None = None) -> Path:
@@ -93,32 +93,32 @@ def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | N
     return path
 
 
-def read(path: str | os.PathLike[str]) -> Checkpoint:
+def read_checkpoint(path: str | os.PathLike[str]) -> OfficialCheckpoint:
     """The weights and settings in an authors' file, prefixes removed; nothing is executed."""
     path = Path(path).expanduser()
     content = _unpickle(path)
     if not isinstance(content, Mapping):
         raise WeightsError(
-            f"{path} holds a {kind(content)}, not a checkpoint: a dict with the weights under "
-            "'student', or the weights themselves."
+            f"{path} holds a {type(content).__name__}, not a checkpoint: a dict with the weights "
+            "under 'student', or the weights themselves."
         )
     state = content.get("student", content)
     if not isinstance(state, Mapping):
-        raise WeightsError(f"{path}: 'student' is a {kind(state)}, not a dict of tensors.")
+        raise WeightsError(f"{path}: 'student' is a {type(state).__name__}, not a dict of tensors.")
     config = content.get("config") if state is not content else None
     if config is not None and not isinstance(config, Mapping):
         raise WeightsError(
-            f"{path}: 'config' is a {kind(config)}, not a plain dict; save the checkpoint again "
-            "with a dict, or without 'config'."
+            f"{path}: 'config' is a {type(config).__name__}, not a plain dict; save the checkpoint "
+            "again with a dict, or without 'config'."
         )
     progress = {
         name: content[name] for name in ("epoch", "global_step") if type(content.get(name)) is int
     }
-    return Checkpoint(path, _clean(state, path), dict(config or {}), progress)
+    return OfficialCheckpoint(path, _clean(state, path), dict(config or {}), progress)
 
 
-def build(
-    checkpoint: Checkpoint,
+def build_model(
+    checkpoint: OfficialCheckpoint,
     *,
     config_overrides: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = torch.float32,
@@ -132,7 +132,7 @@ def build(
     return ts.fill(config, {name: t.to(dtype=dtype, copy=True) for name, t in state.items()})
 
 
-def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
+def provenance(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
     """Where a checkpoint's weights come from, as far as the file says; plain JSON."""
     said = {
         "teacher": checkpoint.config.get("teacher_id"),
@@ -155,33 +155,55 @@ def provenance(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _unpickle(path: Path) -> object:
-    """What a torch-saved file holds, by readers that run nothing in it."""
+    """What a torch-saved file holds, by torch's reader that takes tensors and plain data only."""
     if not path.is_file():
         what = "is a folder, not" if path.is_dir() else "does not exist; give the path of"
         raise WeightsError(f"{path} {what} a torch-saved checkpoint of the authors'.")
     try:
         with path.open("rb") as file:
-            head = file.read(2)
+            zipped = file.read(2) == b"PK"
     except OSError as error:
         raise WeightsError(f"cannot read {path} ({error.strerror}).") from error
     if path.name.endswith(store.SUFFIX):
         raise WeightsError(f"{path} is a {store.SUFFIX} file; veca.load reads it.")
-    if head == b"PK":
-        if not zipfile.is_zipfile(path):
-            raise WeightsError(
-                f"{path} is cut short: the end of the file is missing; fetch it again."
-            )
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception:  # torch refuses foreign objects; our reader makes them inert
-            return safe_pickle.read(path)
+    if zipped:
+        _check_archive(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+    except Exception as error:  # a pickle can fail in any way; none is more than a bad file
+        foreign = _foreign(path) if zipped else []
+        if foreign:
+            raise WeightsError(
+                f"{path} holds Python objects beside tensors and plain data "
+                f"({ts.listed(foreign)}), which are never loaded; save it again with 'student' "
+                "and 'config', a plain dict, alone."
+            ) from error
         raise WeightsError(
-            f"{path} is not a torch-saved checkpoint that can be read safely; if it is one of a "
-            "torch before 1.6, load it with that and save it again."
+            f"{path} is not a torch-saved checkpoint that can be read safely; fetch it again, or "
+            "if it is one of a torch before 1.6, load it with that and save it again."
         ) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse a zip that torch did not write: one compressed can unpack to any size."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise WeightsError(
+            f"{path} is cut short: the end of the file is missing; fetch it again."
+        ) from error
+    stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+    if not stored or not any(member.filename.endswith("/data.pkl") for member in members):
+        raise WeightsError(f"{path} is a zip archive, but not one written by torch.save.")
+
+
+def _foreign(path: Path) -> list[str]:
+    """The names of what a file asks for that torch does not load; none if it is damaged."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:
+        return []
 
 
 def _clean(state: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
@@ -191,15 +213,15 @@ def _clean(state: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
         name = str(key).replace("_orig_mod.", "")
         while name.startswith(_PREFIXES):
             name = name.split(".", 1)[1]
-        if isinstance(value, safe_pickle.StoredTensor):
-            value = value.read()
         if not isinstance(value, Tensor):
             raise WeightsError(
-                f"{path}: {key!r} among the weights is a {kind(value)}, not a tensor; the weights "
-                "are expected under 'student', or as the whole file."
+                f"{path}: {key!r} among the weights is a {type(value).__name__}, not a tensor; the "
+                "weights are expected under 'student', or as the whole file."
             )
         if value.layout != torch.strided or value.device.type != "cpu":
             raise WeightsError(f"{path}: {key} is not an ordinary tensor, but sparse or empty.")
+        if value.numel() * value.itemsize > value.untyped_storage().nbytes():
+            raise WeightsError(f"{path}: {key} is larger than its data; fetch it again.")
         if name in cleaned:
             raise WeightsError(f"{path}: two tensors are called {name} once prefixes are removed.")
         cleaned[name] = value

@@ -12,7 +12,6 @@ from veca.config import PRESETS, VecaConfig, preset
 from veca.errors import ConfigError, InputError, WeightsError
 from veca.weights import tensors as ts
 from veca.weights.official_layout import chunk_size, default_chunk, expected
-from veca.weights.safe_pickle import kind
 
 _FAMILIES = ("small", "splus", "base", "large")
 _FAMILY_FIELDS = ("num_cores", "width", "heads", "depth", "ffn_ratio", "dropout")
@@ -135,7 +134,9 @@ def _translate(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
             continue
         value = settings[theirs]
         if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-            raise WeightsError(f"{where}: its setting {theirs} is {kind(value)}, not a number.")
+            raise WeightsError(
+                f"{where}: its setting {theirs} is {type(value).__name__}, not a number."
+            )
         ours[name] = value
     if "output_width" in ours and not ours["output_width"]:
         ours["output_width"] = None

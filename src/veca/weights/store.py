@@ -21,9 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca._util import files
+from veca.checks import check_model
 from veca.config import VecaConfig
 from veca.errors import ConfigError, InputError, OutputError, WeightsError
-from veca.model import Veca, check_model
+from veca.model import Veca
 from veca.version import __version__
 from veca.weights import tensors as ts
 

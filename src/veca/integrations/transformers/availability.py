@@ -7,26 +7,18 @@ import sys
 import warnings
 from typing import Any
 
-from veca.errors import MissingExtraError
+from veca._util.extras import missing, require
 
-_INSTALL = "pip install 'veca[hf]'"
+_PURPOSE = "veca.integrations.transformers"
 
 
 def require_transformers() -> Any:
     """The transformers library, version 5 or newer."""
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"veca.integrations.transformers needs transformers, which cannot be imported "
-            f"({error}); install it with: {_INSTALL}"
-        ) from error
+    library = require("transformers", _PURPOSE)
     version = str(getattr(library, "__version__", "0"))
     if not version.partition(".")[0].isdigit() or int(version.partition(".")[0]) < 5:
-        raise MissingExtraError(
-            f"veca.integrations.transformers needs transformers 5 or newer, found {version}; "
-            f"install it with: {_INSTALL}"
-        )
+        fault = f"must be version 5 or newer, found {version}"
+        raise missing("transformers", _PURPOSE, fault=fault)
     return library
 
 

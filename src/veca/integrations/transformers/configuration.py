@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from veca.checks import check_budget
 from veca.config import VecaConfig as Architecture
 from veca.errors import ConfigError
-from veca.model import check_budget
 from veca.weights.store import FORMAT_VERSION
 
 try:  # where it is in recent versions, and where it was in the first of version 5

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from transformers import initialization as init
 from transformers.modeling_outputs import BackboneOutput, ImageClassifierOutput
 from transformers.utils import ModelOutput
 
+from veca.checks import check_budget
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.model import Block, CoreBank, CoreMove, Veca, VecaOutput, check_budget, spread_points
-from veca.rope import Rotation
+from veca.model import CoreBank, CoreMove, LayerState, Veca, VecaOutput, spread_points
 from veca.weights import store
 from veca.weights.card import model_card
 
@@ -134,22 +133,17 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             cores = self.config.cores
         if stages is None and not attentions:
             return _Run(self.veca(pixel_values, cores=cores), {}, [])
-        budget, grid = self.veca._check(pixel_values, cores)
         last = self.config.depth if not stages else max(1, *stages)
         states: dict[int, Tensor] = {}
         maps: list[Tensor] = []
-
-        def look(number: int, block: Block, x: Tensor, core: Rotation, patch: Rotation) -> None:
-            if number - 1 in (stages or ()):
-                states[number - 1] = x
-            if attentions:
-                normed = block.norm_attn(x)
-                maps.append(block.attn.core_to_patch(normed, budget, core, patch, "softmax"))
-
-        layer = deque(self.veca._layers(pixel_values, budget, last=last, look=look), maxlen=1).pop()
-        if stages and last in stages:
-            states[last] = layer.tokens
-        return _Run(self.veca._finish(layer, budget, grid), states, maps)
+        before: LayerState | None = None
+        for layer in self.veca.walk(pixel_values, cores, last=last):
+            if layer.number in (stages or ()):
+                states[layer.number] = layer.tokens
+            if attentions and before is not None:
+                maps.append(self.veca.core_to_patch(before, layer))
+            before = layer
+        return _Run(self.veca.output(layer), states, maps)
 
     # ------------------------------------------------------------------------------- saving
 

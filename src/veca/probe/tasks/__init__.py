@@ -1,30 +1,43 @@
-"""The tasks: from backbones and data to one outcome for each backbone and size.
-
-Each takes a `Job`, has its features extracted (or computed as training goes on, where the protocol
-augments), trains, and scores. Nothing looks at test labels before the score.
-"""
+"""The tasks, one file each: head, training and score of one kind of probe."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from veca.probe.tasks.classification import knn, linear, logreg
-from veca.probe.tasks.depth import depth
-from veca.probe.tasks.job import Job, Outcome, Progress, at_size
-from veca.probe.tasks.segmentation import segmentation
+from veca.probe.tasks.depth import DepthTask
+from veca.probe.tasks.knn import KnnTask
+from veca.probe.tasks.linear import LinearTask
+from veca.probe.tasks.logreg import LogregTask
+from veca.probe.tasks.segmentation import SegmentationTask
+from veca.probe.tasks.shared import (
+    FeatureRequest,
+    Outcome,
+    ProbeSetup,
+    Progress,
+    Task,
+    at_size,
+)
 
-__all__ = ["Job", "Outcome", "Progress", "at_size", "run_task"]
+__all__ = [
+    "FeatureRequest",
+    "Outcome",
+    "ProbeSetup",
+    "Progress",
+    "Task",
+    "at_size",
+    "make_task",
+]
 
-_TASKS: dict[str, Callable[[Job, Any], list[Outcome]]] = {
-    "knn": knn,
-    "linear": linear,
-    "logreg": logreg,
-    "segmentation": segmentation,
-    "depth": depth,
+_TASKS: dict[str, Callable[[ProbeSetup, Any], Task]] = {
+    "knn": KnnTask,
+    "linear": LinearTask,
+    "logreg": LogregTask,
+    "segmentation": SegmentationTask,
+    "depth": DepthTask,
 }
 
 
-def run_task(task: str, job: Job) -> list[Outcome]:
-    """The outcomes of a task, in the order of `job.rows`."""
-    return _TASKS[task](job, job.protocol.task(task))
+def make_task(name: str, setup: ProbeSetup) -> Task:
+    """A task by its name, with the protocol's settings for it."""
+    return _TASKS[name](setup, setup.protocol.task(name))

@@ -1,0 +1,249 @@
+"""What the page shows, as plain functions: a photo and settings in, pictures and numbers out.
+
+Nothing here knows of the web or keeps anything between calls; what belongs to one visitor is a
+`Look`, which the caller keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from veca import bench
+from veca.app.model_cache import LoadedModel
+from veca.checks import check_budget
+from veca.cost import Cost, cost
+from veca.embed.writers.files import write_features
+from veca.errors import ImageError
+from veca.images import read_image, target_size
+from veca.viz.attention import core_panel
+from veca.viz.colour import heat
+from veca.viz.cores import path_lengths, path_panel
+from veca.viz.features import colour_panel
+from veca.viz.figure import Figure, Panel
+from veca.viz.project import Palette
+from veca.viz.similarity import Point, cls_map, point_map, point_mark
+from veca.viz.view import View, file_stem, inference
+
+_PATIENCE_MS = 500.0  # a dense network slower than this is not timed again at every move
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an upload may be."""
+
+    file_bytes: int = 25 * 2**20
+    pixels: int = 50_000_000
+    patches: int = 16_384
+    """Of the image that the model sees: a long thin photo has many at any short side."""
+    height: int = 384
+    """Of the pictures, in pixels."""
+
+
+@dataclass(frozen=True)
+class Photo:
+    """An upright RGB photo, and what the visitor calls it."""
+
+    name: str
+    image: Image.Image
+
+
+@dataclass(frozen=True)
+class Look:
+    """A photo seen by some weights at a size: what one visitor is looking at."""
+
+    photo: Photo
+    weights: str
+    fresh: bool
+    size: int
+    view: View
+    palette: Palette
+    """Fitted at the full budget, so that colours do not change their meaning with the slider."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Measured milliseconds of one image, the fastest of up to three runs."""
+
+    veca: float
+    dense: float
+
+
+def open_photo(path: str | Path, limits: Limits | None = None) -> Photo:
+    """Read an uploaded file.
+
+    Raises:
+        ImageError: with a message for the visitor, in which the file has its own name.
+    """
+    limits, file = limits or Limits(), Path(path)
+    try:
+        size = file.stat().st_size
+        if size > limits.file_bytes:
+            raise ImageError(
+                f"it has {size / 2**20:.1f} MiB, more than the {limits.file_bytes / 2**20:.0f} MiB "
+                "this page takes"
+            )
+        # From bytes, so that messages do not tell where the server keeps its files.
+        image = read_image(file.read_bytes(), max_pixels=limits.pixels)
+    except (ImageError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        # The library's advice, after the semicolon, is for programmers.
+        short = (reason or "it cannot be read").removeprefix("<bytes>: ").split(";")[0]
+        raise ImageError(
+            f"{file.name} cannot be used: {short.rstrip('.')}. Try another photo, a JPEG or a PNG."
+        ) from error
+    return Photo(file.stem, image)
+
+
+def look(entry: LoadedModel, photo: Photo, size: int, limits: Limits | None = None) -> Look:
+    """See a photo at a size (short side in pixels) with some weights."""
+    limits, model = limits or Limits(), entry.model
+    image, patch = photo.image, model.config.patch_size
+    height, width = target_size(image.height, image.width, size, "resize", patch)
+    patches = (height // patch) * (width // patch)
+    if patches > limits.patches:
+        raise ImageError(
+            f"{photo.name} is {image.width} x {image.height} pixels: at {size} px it would be "
+            f"{patches:,} patches, more than the {limits.patches:,} this page takes. Choose a "
+            "smaller size, or a less elongated photo."
+        )
+    view = View(model, image, size, name=photo.name, height=limits.height)
+    palette = Palette.fit([view.run().patches])
+    return Look(photo, entry.name, entry.fresh, size, view, palette)
+
+
+def budget_of(seen: Look, cores: int) -> int:
+    """A slider's value as a budget of these weights, whose bank may be smaller."""
+    whole = seen.view.model.config.num_cores
+    return check_budget(min(int(cores), whole), whole)
+
+
+def photo_picture(seen: Look, point: Point | None = None) -> Image.Image:
+    """The photo, with the chosen point on it."""
+    return Panel(seen.view.shown, marks=[point_mark(point)] if point else []).image()
+
+
+def features_picture(seen: Look, cores: int) -> Image.Image:
+    """Dense features as colours; the same features have the same colour at every budget."""
+    patches = seen.view.run(budget_of(seen, cores)).patches
+    return colour_panel(seen.view, seen.palette(patches))
+
+
+def attention_picture(seen: Look, cores: int, layer: int, core: int, kind: str) -> Image.Image:
+    """What one core looks at in one layer; numbers beyond the weights' own count as the last."""
+    budget = budget_of(seen, cores)
+    layer = min(int(layer), seen.view.model.config.depth)
+    core = min(int(core), budget)
+    weights = seen.view.attention(budget, [layer], kind)[0, core - 1]
+    xy = seen.view.run(budget).path[layer - 1, core - 1]
+    return core_panel(seen.view, weights, xy, core, layer, budget).image()
+
+
+def paths_picture(seen: Look, cores: int) -> tuple[Image.Image, float]:
+    """The ways of the cores on the photo, and their mean length in patches."""
+    path = seen.view.run(budget_of(seen, cores)).path
+    return path_panel(seen.view, path).image(), path_lengths(path, seen.view.grid).mean().item()
+
+
+def similarity_picture(seen: Look, cores: int, point: Point | None) -> Image.Image:
+    """Cosines with the patch under a point, or with the whole image where none is chosen."""
+    budget = budget_of(seen, cores)
+    if point is None:
+        values, marks = cls_map(seen.view, budget), []
+    else:
+        values, marks = point_map(seen.view, point, budget), [point_mark(point)]
+    low, high = values.min().item(), values.max().item()
+    picture = heat(seen.view.shown, values, low=low, high=high, strength=1)
+    panel = Panel(picture, marks=marks, scale=(low, high))
+    return Figure([[panel]]).image()
+
+
+def point_at(pixel: tuple[int, int], size: tuple[int, int]) -> Point:
+    """A clicked pixel (x, y) of a picture of `size` (width, height) as a point in 0..1."""
+    x, y = ((p + 0.5) / side for p, side in zip(pixel, size, strict=True))
+    return min(max(x, 0.0), 1.0), min(max(y, 0.0), 1.0)
+
+
+def measure_times(seen: Look, entry: LoadedModel, cores: int) -> Times:
+    """Time this photo at a budget, and the dense ViT beside it.
+
+    They take turns, so that a slow moment of the machine hits both. A dense network that takes
+    long is timed once for each image size: its time does not depend on the budget.
+    """
+    view, budget = seen.view, budget_of(seen, cores)
+    pixels = view.pixels.to(next(entry.model.parameters()).device)
+    calls: dict[str, Callable[[], object]] = {"veca": lambda: entry.model(pixels, cores=budget)}
+    size = (pixels.shape[2], pixels.shape[3])
+    new = size not in entry.dense_ms
+    if new or entry.dense_ms[size] < _PATIENCE_MS:
+        calls["dense"] = lambda: entry.dense(pixels)
+    plan = bench.BenchPlan(
+        sizes=(entry.model.config.patch_size,),  # not used: the calls bring their own image
+        device=str(pixels.device),
+        repeats=3,
+        seconds=0.0,
+        limit=0.2,  # a slow network is timed once: the visitor is waiting
+    )
+    with inference(entry.model):
+        # Drawing was the warm-up of VECA; the dense network runs here first.
+        times = bench.take_turns(calls, plan, warm_up=new)
+    if "dense" in times:
+        entry.dense_ms[size] = min(times["dense"])
+    return Times(min(times["veca"]), entry.dense_ms[size])
+
+
+def photo_cost(seen: Look, cores: int) -> Cost:
+    """Interactions and FLOPs of this photo at a budget, beside the dense ViT's."""
+    size = (seen.view.pixels.shape[2], seen.view.pixels.shape[3])
+    return cost(seen.view.model.config, size, budget_of(seen, cores))
+
+
+def costs_table(seen: Look, cores: int, times: Times) -> str:
+    """Time, FLOPs and interactions beside the dense ViT's, as an HTML table."""
+    c = photo_cost(seen, cores)
+    rows = [
+        ("ms", times.veca, times.dense, "{:.1f}"),
+        ("GFLOPs", c.veca.flops / 1e9, c.dense.flops / 1e9, "{:.2f}"),
+        ("interactions", c.veca.interactions, c.dense.interactions, "{:,}"),
+    ]
+    body = "".join(
+        f"<tr><td>{name}</td><td>{form.format(ours)}</td><td>{form.format(dense)}</td>"
+        f"<td>{ours / dense:.1%}</td></tr>"
+        for name, ours, dense, form in rows
+    )
+    height, width = c.size
+    return (
+        f"<table><thead><tr><th></th><th>VECA, {c.cores} core{'s' * (c.cores != 1)}</th>"
+        f"<th>dense ViT</th><th>of dense</th></tr></thead><tbody>{body}</tbody></table>"
+        f"<p>{escape(seen.photo.name)} at {height} x {width} px, {c.grid[0]} x {c.grid[1]} "
+        f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of up to three "
+        "runs; the rest is counted, interactions for one layer.</p>"
+    )
+
+
+def features_file(seen: Look, cores: int, folder: str | Path) -> Path:
+    """Write the features at a budget as .npz, as `veca features` does; return the file."""
+    budget = budget_of(seen, cores)
+    view, run = seen.view, seen.view.run(budget)
+    image = seen.photo.image
+    facts = {
+        "grid": view.grid,
+        "cores": budget,
+        "original_size": (image.height, image.width),
+        "input_size": (view.pixels.shape[2], view.pixels.shape[3]),
+    }
+    arrays = {
+        "cls": run.states[-1, 0].numpy(),
+        "patches": run.patches.unflatten(0, view.grid).numpy(),
+        "core_states": run.states[-1].numpy(),
+        "core_xy": run.path[-1].numpy(),
+        **{name: np.array(value, dtype=np.int64) for name, value in facts.items()},
+    }
+    path = Path(folder) / f"{file_stem(seen.photo.name)}-{budget}-cores.npz"
+    write_features(path, arrays, {"image": seen.photo.name, "weights": seen.weights})
+    return path

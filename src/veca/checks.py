@@ -1,0 +1,107 @@
+"""What a model refuses, in words: budgets, layers, and batches of images that it cannot take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.compiler import is_compiling
+
+from veca.errors import InputError, whole
+from veca.rope import transformed
+
+
+def check_model(model: object, caller: str) -> None:
+    """Refuse what `caller` was given instead of a model: a wrapped one, weights, anything else."""
+    from veca.model import Veca  # here, because the model itself uses the other checks
+
+    if not isinstance(model, Veca):
+        wrapped = hasattr(model, "module") or hasattr(model, "_orig_mod")
+        hint = "; pass the model inside it" if wrapped else ""
+        raise InputError(f"{caller} takes a Veca model, got {type(model).__name__}{hint}.")
+
+
+def check_budget(cores: int | None, num_cores: int) -> int:
+    """The budget to use: `cores`, or the whole bank when it is None."""
+    if cores is None:
+        return num_cores
+    # A symbol stands for a budget that is left open while a graph is traced.
+    budget = cores if type(cores) in (int, torch.SymInt) else whole(cores)
+    if budget is None or not 1 <= budget <= num_cores:
+        raise InputError(
+            f"cores must be a whole number from 1 to {num_cores} (the size of this model's bank), "
+            f"got {cores!r}."
+        )
+    return budget
+
+
+def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:
+    """The layers to show: `layers`, or all of them when it is None."""
+    if layers is None:
+        return list(range(1, depth + 1))
+    wanted = [whole(layer) for layer in layers] if isinstance(layers, Iterable) else []
+    known = [layer for layer in wanted if layer is not None and 1 <= layer <= depth]
+    if not wanted or len(known) < len(wanted):
+        raise InputError(
+            f"layers must be a list of whole numbers from 1 to {depth}, got {layers!r}; "
+            "1 is the first block."
+        )
+    return known
+
+
+def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, int]:
+    """The patch grid (h, w) of a batch of images that the model can take."""
+    if not isinstance(images, Tensor):
+        advice = "veca.preprocess makes one from files and PIL images"
+        if isinstance(getattr(images, "pixels", None), Tensor):
+            advice = "pass its .pixels"
+        raise InputError(
+            f"images must be a tensor [batch, {channels}, height, width], got "
+            f"{type(images).__name__}; {advice}."
+        )
+    if images.ndim != 4:
+        hint = " Add a batch axis with images[None]." if images.ndim == 3 else ""
+        raise InputError(
+            f"images must be [batch, {channels}, height, width], got shape "
+            f"{tuple(images.shape)}.{hint}"
+        )
+    if images.shape[1] != channels:
+        hint = (
+            " It looks channels-last; use images.permute(0, 3, 1, 2)."
+            if images.shape[3] == channels
+            else ""
+        )
+        raise InputError(f"images must have {channels} channels, got {images.shape[1]}.{hint}")
+    if not images.is_floating_point():
+        raise InputError(
+            f"images must be floating point and normalised, got {images.dtype}; use "
+            "veca.preprocess, or scale to 0..1, subtract the mean and divide by the deviation."
+        )
+    if images.shape[0] == 0:
+        raise InputError("the batch is empty; images must hold at least one image.")
+    height, width = images.shape[2:]
+    if height < patch_size or width < patch_size or height % patch_size or width % patch_size:
+        raise InputError(
+            f"image height and width must be multiples of the patch size {patch_size}, got "
+            f"{height} x {width}; veca.preprocess fits any size to the grid."
+        )
+    return height // patch_size, width // patch_size
+
+
+def check_finite(images: Tensor) -> None:
+    """Refuse NaN and infinite pixels. Skipped where values are not known, as in tracing."""
+    if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    if images.is_meta or isinstance(images, FakeTensor) or transformed():
+        return
+    # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
+    # own only with pixels far outside any normalisation, hence the second, exact look.
+    if not torch.isfinite(images.sum(dtype=torch.float32)):
+        bad = (~torch.isfinite(images)).flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if bad:
+            raise InputError(
+                f"images {bad} of the batch have NaN or infinite pixels; every pixel must be "
+                "finite. Check how they were decoded and normalised."
+            )

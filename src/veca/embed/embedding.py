@@ -1,0 +1,310 @@
+"""Embed a collection: millions of images to Parquet, stopped and resumed at will."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from veca._util.extras import require
+from veca._util.files import place_for, printable
+from veca._util.threads import batches_at_once
+from veca.checks import check_model
+from veca.data import pool
+from veca.data.sources import ImageSource
+from veca.embed.plan import GONE, Plan, images_for, locked, open_plan
+from veca.embed.settings import Settings
+from veca.embed.shards import compute_for, embed_shards
+from veca.embed.sources import Sources
+from veca.embed.writers import FAILURES, write_failures
+from veca.embed.writers.parquet import Shard, ShardRecord, finished_shards
+from veca.errors import ImageError, InputError, at_least, suggest
+from veca.images import Size
+from veca.model import Veca, evaluating
+from veca.weights import load
+
+ENGINES = ("local", "ray")
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class EmbedReport:
+    """What a folder holds after a run, and what the run did."""
+
+    out: Path
+    images: int
+    """Images embedded, by this run and by those before."""
+    computed: int
+    """Images embedded by this run."""
+    failed: int
+    """Images that could not be read, in all runs; listed in `failures_file`."""
+    added: int
+    """Images found in the source that an earlier run did not know."""
+    gone: int
+    """Images of earlier runs that are not in the source any more; their rows stay."""
+    shards: int
+    seconds: float
+    failures_file: Path | None
+
+    @property
+    def images_per_second(self) -> float:
+        return self.computed / self.seconds
+
+
+def embed(
+    source: Sources,
+    out: str | os.PathLike[str],
+    *,
+    weights: str | os.PathLike[str] | Veca = "veca_tiny_patch16",
+    cores: int | None = None,
+    size: Size = 224,
+    patches: bool = False,
+    dtype: str = "float16",
+    precision: str = "float32",
+    batch: int = 32,
+    shard_rows: int = 2048,
+    fast_jpeg: bool = False,
+    device: str | torch.device = "cpu",
+    engine: str = "local",
+    workers: int | None = None,
+    threads: int | None = None,
+    address: str | None = None,
+    retry_failed: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> EmbedReport:
+    """Embed every image of a source into Parquet shards; run it again to go on after a stop.
+
+    Each image gets exactly one row, or one line in `failures.jsonl`. The first run writes down
+    which image belongs to which shard, and a shard appears whole or not at all, so a run that was
+    killed goes on with the shards that are missing and leaves the same bytes as one that was not.
+    Images that a later run finds in the source are added in shards of their own; an image is known
+    by its path, so one that has changed or is gone keeps its row.
+
+    Args:
+        source: a folder, a .txt list, .tar shards, a pattern, a sequence of these or an
+            `ImageSource`; see `veca.data.open_source`.
+        out: a new folder, or one that an earlier run with the same settings has begun.
+        weights: a name, a folder, a .safetensors file, a hub id, or a model.
+        cores: the budget; by default the whole bank.
+        size: short side in pixels, (height, width), or None for each image's own size. Images are
+            resized to the nearest size on the patch grid.
+        patches: store the patch grid as well.
+        dtype: "float16" or "float32", of the stored features.
+        precision: what the model computes in: "float32", "bfloat16" or "float16". A model passed
+            as `weights` computes in its own.
+        batch: images of one size that are computed together, at most.
+        shard_rows: images in a shard, at most; a run that is killed loses less than one of them
+            (with Ray, less than one a worker).
+        fast_jpeg: decode JPEG files much larger than `size` at a half, a quarter or an eighth of
+            theirs: several times faster, and the features differ a little.
+        device: where the model runs; a model passed as `weights` stays where it is. With Ray "cpu",
+            "cuda", or "auto": GPUs if the cluster has any.
+        engine: "local", or "ray" for a cluster: `out` and the source are then on storage that all
+            its machines share.
+        workers: processes that decode images (0: none), by default one for each CPU; with Ray,
+            model workers, by default as many as the cluster has room for.
+        threads: CPU threads of the model, each with a batch of its own; by default torch's number.
+        address: the Ray cluster; by default $RAY_ADDRESS, or a new one on this machine.
+        retry_failed: do shards again that list failures, after their images were repaired.
+        progress: called with (images done, images in all) as the work goes on.
+
+    Raises:
+        DataError: the source is missing or empty, or 100 images in a row cannot be read.
+        ImageError: not one image could be read.
+        InputError: an option that cannot be, or `out` was made with other settings or images.
+        OutputError: `out` cannot be written, or holds something else.
+        MissingExtraError: pyarrow or ray is not installed.
+    """
+    start = time.perf_counter()
+    folder = place_for(out)
+    if engine not in ENGINES:
+        raise InputError(f"unknown engine {suggest(str(engine), ENGINES)}")
+    needed, purpose, extra = ["pyarrow", "pyarrow.parquet"], "veca embed", "embed"
+    if engine == "ray":  # whose extra brings the others, too
+        needed, purpose, extra = [*needed, "ray"], "veca embed --engine ray", "ray"
+    for name in needed:
+        require(name, purpose, extra)
+    if workers is not None:
+        workers = at_least("workers", workers, least=1 if engine == "ray" else 0)
+    if threads is not None:
+        threads = at_least("threads", threads)
+    images = images_for(folder, source)  # before the weights, which may take a download
+    # With Ray the model runs on the cluster; here it is only packed up.
+    model, weights_from = _model(weights, "cpu" if engine == "ray" else device, precision)
+    settings = Settings.of(
+        model,
+        cores=cores,
+        size=size,
+        fast_jpeg=fast_jpeg,
+        patches=patches,
+        dtype=dtype,
+        batch=batch,
+        shard_rows=shard_rows,
+    )
+    with locked(folder):
+        plan, added = open_plan(folder, images, settings, weights_from=weights_from)
+        state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
+        if state.left:
+            records = _engine(
+                engine,
+                state,
+                images,
+                model,
+                workers=workers,
+                threads=threads,
+                device=str(device),
+                address=address,
+            )
+            with evaluating(model), closing(records):  # type: ignore[type-var]
+                for record in records:
+                    state.finish(record)
+        state.write_failures()
+    if not state.images:
+        raise ImageError(
+            f"none of {plan.images} images could be read; {folder / FAILURES} says why."
+        )
+    return EmbedReport(
+        out=folder,
+        images=state.images,
+        computed=state.computed,
+        failed=len(state.failures()),
+        added=added if added < plan.images else 0,
+        gone=sum(int((places < 0).sum()) for places in plan.places),
+        shards=len(state.records),
+        seconds=time.perf_counter() - start,
+        failures_file=folder / FAILURES if state.failures() else None,
+    )
+
+
+def _model(
+    weights: str | os.PathLike[str] | Veca, device: str | torch.device, precision: str
+) -> tuple[Veca, str | None]:
+    """The model, and where its weights were found, so that a search can load them again."""
+    if isinstance(weights, torch.nn.Module):
+        check_model(weights, "embed")
+        return weights, None
+    if precision not in PRECISIONS:
+        raise InputError(f"unknown precision {suggest(str(precision), PRECISIONS)}")
+    model = load(weights, device=device, dtype=PRECISIONS[precision])
+    path = Path(weights).expanduser()
+    return model, str(path.absolute()) if path.exists() else os.fspath(weights)
+
+
+def _engine(
+    engine: str,
+    state: _State,
+    source: ImageSource,
+    model: Veca,
+    *,
+    workers: int | None,
+    threads: int | None,
+    device: str,
+    address: str | None,
+) -> Iterator[ShardRecord]:
+    if engine == "ray":
+        from veca.embed import cluster
+
+        return cluster.run(
+            state.left,
+            state.plan,
+            source,
+            model,
+            state.settings,
+            state.folder,
+            workers=workers,
+            threads=threads,
+            device=device,
+            address=address,
+            on_images=state.count,
+        )
+    compute = compute_for(model, state.settings)
+    workers = pool.default_workers() if workers is None else workers
+    return embed_shards(
+        state.left,
+        state.plan,
+        source,
+        compute,
+        state.settings,
+        state.folder,
+        decode_ahead=partial(pool.ordered_map, workers=workers),
+        at_once=batches_at_once(compute.device, threads),
+        on_images=state.count,
+    )
+
+
+class _State:
+    """What of a plan is done, and what is left."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        settings: Settings,
+        progress: Callable[[int, int], None] | None,
+        *,
+        retry_failed: bool,
+    ) -> None:
+        self.folder, self.plan, self.settings = folder, plan, settings
+        self._progress = progress
+        self.records = {record.number: record for record in finished_shards(folder, settings)}
+        shards = list(plan.shards())
+        self._check(shards)
+        self.left: Sequence[Shard] = [
+            shard
+            for shard in shards
+            if shard.number not in self.records or (retry_failed and self._repairable(shard))
+        ]
+        for shard in self.left:
+            self.records.pop(shard.number, None)
+        self.computed = 0
+        self._seen = plan.images - sum(shard.stop - shard.start for shard in self.left)
+        self.write_failures()
+        self.count(0)
+
+    def _repairable(self, shard: Shard) -> bool:
+        """Whether a shard lists failures, and all images that have rows are still there."""
+        failed = {name for name, _ in self.records[shard.number].failures}
+        names, places = self.plan.names_of(shard), self.plan.places_of(shard)
+        gone = {printable(name) for name, p in zip(names, places, strict=True) if p == GONE}
+        return bool(failed) and gone <= failed
+
+    @property
+    def images(self) -> int:
+        return sum(record.rows for record in self.records.values())
+
+    def failures(self) -> list[tuple[str, str]]:
+        return [f for number in sorted(self.records) for f in self.records[number].failures]
+
+    def count(self, images: int) -> None:
+        """Note images that were gone through."""
+        self._seen += images
+        if self._progress is not None:
+            self._progress(self._seen, self.plan.images)
+
+    def finish(self, record: ShardRecord) -> None:
+        """Note a shard that is on the disk."""
+        self.records[record.number] = record
+        self.computed += record.rows
+        if record.failures:
+            self.write_failures()
+
+    def write_failures(self) -> None:
+        """Make failures.jsonl say what the shards say."""
+        write_failures(self.folder / FAILURES, self.failures())
+
+    def _check(self, shards: Sequence[Shard]) -> None:
+        """Each shard that is there must hold as many images as the plan says."""
+        for number, record in self.records.items():
+            held = record.rows + len(record.failures)
+            planned = shards[number].stop - shards[number].start if number < len(shards) else 0
+            if held != planned:
+                raise InputError(
+                    f"{record.path} holds {held} images where the plan of its folder has "
+                    f"{planned}; remove it, then run veca embed again."
+                )

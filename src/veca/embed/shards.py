@@ -1,0 +1,222 @@
+"""From the images of some shards to finished shards: decode, batch, compute, write.
+
+This machine and each worker of a cluster run this. How images are batched is a function of the
+shard's images alone, and on a CPU each batch is computed by one thread (several batches at a time),
+so that the numbers depend neither on the number of workers and processors nor on what was done
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from veca.data.decode import GAP, EncodedImage
+from veca.data.sources import ImageSource
+from veca.embed.pipeline import Compute, ShapeBatches, compute_ahead
+from veca.embed.plan import GONE, Plan
+from veca.embed.settings import Settings
+from veca.embed.writers import Result
+from veca.embed.writers.parquet import ParquetWriter, Row, Shard, ShardRecord
+from veca.errors import BadImageError, DataError, VecaError
+from veca.images import MAX_PIXELS, target_size
+from veca.model import Veca
+
+IN_A_ROW = 100
+"""So many images in a row that cannot be read are no accident: the run stops, and the shard they
+lie in is not written."""
+
+_WINDOW = 4  # batches' worth of images that are sorted by shape before they are computed
+_HOLD_BYTES = 256 * 2**20  # decoded pixels in one window, at most
+_JOB_BYTES = 2 * 2**20  # decoded pixels that one job brings back, about
+_JOB_IMAGES = 16
+
+Decoded: TypeAlias = "NDArray[np.uint8] | str"
+"""Pixels [H, W, 3] on the patch grid, or why there are none."""
+
+DecodeAhead: TypeAlias = (
+    "Callable[[Callable[[Any], Any], Iterable[Any]], Generator[Any, None, None]]"
+)
+"""`map` that works ahead: `veca.data.pool.ordered_map` or `read_ahead`, its workers chosen."""
+
+NOT_THERE = "no longer in the source"
+
+
+class Decoder:
+    """Reads images of a source and fits them to the patch grid."""
+
+    def __init__(self, source: ImageSource | None, settings: Settings) -> None:
+        self._source, self._size, self._fast = source, settings.pixels, settings.fast_jpeg
+        self._patch = settings.model_config.patch_size
+
+    def __call__(self, places: NDArray[np.int64]) -> list[Decoded]:
+        return [self._decode(int(place)) for place in places]
+
+    def _decode(self, place: int) -> Decoded:
+        if place == GONE or self._source is None:
+            return NOT_THERE
+        try:
+            return self.fit(EncodedImage.of(self._source, place))
+        except BadImageError as error:
+            return error.reason
+
+    def fit(self, encoded: EncodedImage) -> NDArray[np.uint8]:
+        """The pixels that the model sees; BadImageError if there are none."""
+        height, width = self._target(encoded.name, *encoded.size)
+        scale = 1.0
+        if self._fast:
+            scale = GAP * max(height / encoded.size[0], width / encoded.size[1])
+        return self._resized(encoded.decode(scale), height, width)
+
+    def fit_image(self, image: Image.Image, name: str) -> NDArray[np.uint8]:
+        """The same for an image that is decoded already."""
+        return self._resized(image, *self._target(name, image.height, image.width))
+
+    def _target(self, name: str, height: int, width: int) -> tuple[int, int]:
+        target = target_size(height, width, self._size, "resize", self._patch)
+        # A sliver of 1 x 100,000 pixels with its short side scaled to 224 would be 5 Gpixel.
+        if target[0] * target[1] > MAX_PIXELS:
+            raise BadImageError(name, f"{height} x {width} would become {target[0]} x {target[1]}")
+        return target
+
+    @staticmethod
+    def _resized(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        return np.array(image)
+
+
+class _Image(NamedTuple):
+    """An image that has been decoded."""
+
+    row: Row
+    pixels: NDArray[np.uint8]
+
+
+def compute_for(model: Veca, settings: Settings) -> Compute:
+    """What computes the columns of a shard."""
+    what = ("cls", "patches") if settings.patches else ("cls",)
+    return Compute(model, cores=settings.cores, what=what, dtype=settings.dtype)
+
+
+def embed_shards(
+    shards: Sequence[Shard],
+    plan: Plan,
+    source: ImageSource,
+    compute: Compute,
+    settings: Settings,
+    folder: Path,
+    *,
+    decode_ahead: DecodeAhead,
+    at_once: int,
+    on_images: Callable[[int], None] = lambda count: None,
+) -> Iterator[ShardRecord]:
+    """Work through some shards, in order; yields each when it is on the disk.
+
+    Args:
+        at_once: batches computed at the same time, each by one thread.
+        on_images: called with the number of images that were just finished.
+    """
+    writer = ParquetWriter(folder, settings, shards)
+
+    def fail(row: Row, reason: str) -> None:
+        writer.fail(row, reason)
+        on_images(1)
+
+    def compute_rows(batch: list[_Image]) -> list[Result[Row]]:
+        features, _ = compute(torch.from_numpy(np.stack([image.pixels for image in batch])))
+        return [
+            Result(image.row, {name: array[i] for name, array in features.items()})
+            for i, image in enumerate(batch)
+        ]
+
+    readings = _decoded(shards, plan, source, settings, decode_ahead)
+    # One thread each: what a batch comes to must not depend on how many processors there are.
+    results = compute_ahead(
+        compute_rows,
+        _batches(readings, settings.batch, fail),
+        at_once=at_once,
+        threads=1,
+        queued=_WINDOW,
+    )
+    with closing(writer), closing(readings), closing(results):
+        trouble: VecaError | None = None
+        try:
+            for batch in results:
+                writer.add(batch)
+                on_images(len(batch))
+                yield from writer.finished()
+        except DataError as error:  # what was read before it is still good
+            trouble = error
+        writer.finish()
+        yield from writer.finished()
+        if trouble is not None:
+            raise trouble
+
+
+def _decoded(
+    shards: Sequence[Shard],
+    plan: Plan,
+    source: ImageSource,
+    settings: Settings,
+    decode_ahead: DecodeAhead,
+) -> Generator[tuple[Row, Decoded], None, None]:
+    """Each image's place in the shards, and its pixels or a reason; in order."""
+    images = _images_a_job(settings)
+
+    def jobs() -> Iterator[NDArray[np.int64]]:
+        for shard in shards:
+            places = plan.places_of(shard)
+            for start in range(0, len(places), images):
+                yield places[start : start + images]
+
+    with closing(decode_ahead(Decoder(source, settings), jobs())) as results:
+        for shard in shards:
+            names, done = plan.names_of(shard), 0
+            while done < len(names):
+                for decoded in next(results):
+                    yield Row(shard, done, names[done]), decoded
+                    done += 1
+
+
+def _images_a_job(settings: Settings) -> int:
+    """Fewer if they are large: a few jobs for each worker are under way at any time."""
+    if settings.pixels is None:
+        return 1
+    sides = settings.pixels if isinstance(settings.pixels, tuple) else (settings.pixels,) * 2
+    return max(1, min(_JOB_IMAGES, _JOB_BYTES // (3 * sides[0] * sides[1])))
+
+
+def _batches(
+    readings: Iterable[tuple[Row, Decoded]], batch_size: int, fail: Callable[[Row, str], None]
+) -> Iterator[list[_Image]]:
+    """Batches of one shape, out of stretches of a shard's images.
+
+    A stretch is a few batches long, or less where images are large. Where it ends depends on the
+    shard's images alone.
+    """
+    batches: ShapeBatches[_Image] = ShapeBatches(batch_size)
+    length = held = in_a_row = 0
+    for row, decoded in readings:
+        length += 1
+        if isinstance(decoded, str):
+            in_a_row += decoded != NOT_THERE
+            if in_a_row == IN_A_ROW:
+                raise DataError(
+                    f"{IN_A_ROW} images in a row cannot be read, the last {row.name} ({decoded}); "
+                    "check that the disk is there, repair or remove them, then run it again."
+                )
+            fail(row, decoded)
+        else:
+            held, in_a_row = held + decoded.nbytes, 0
+            yield from batches.add(_Image(row, decoded))
+        if row.is_last or length == _WINDOW * batch_size or held >= _HOLD_BYTES:
+            yield from batches.rest()
+            length = held = 0

@@ -1,0 +1,192 @@
+"""A folder with one file of features an image. It can be filled in several runs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from veca._util.files import atomic_write_json, folder_to_fill, output_errors
+from veca.embed.sources import state_of
+from veca.embed.writers import FAILURES, BackgroundWrites, Result
+from veca.embed.writers.files import (
+    FORMATS,
+    NamedImage,
+    common_root,
+    name_images,
+    origin_of,
+    write_features,
+)
+from veca.errors import ImageError, InputError, OutputError
+from veca.version import __version__
+
+MANIFEST = "features.json"
+_OLD_FAILURES = "failures.txt"  # of 0.1
+
+
+class FolderWriter:
+    """One file an image, written by threads while the next batch is computed.
+
+    `features.json` holds the settings of all files in the folder. Each file holds their
+    fingerprint as well, so that a stray or damaged file is never taken for a result, and the size
+    and time of its image, so that a replaced image is known. A run that writes no features leaves
+    nothing.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        fingerprint: str,
+        settings: dict[str, Any],
+        paths: Sequence[Path],
+        *,
+        format: str,
+        root: Path | None,
+        overwrite: bool,
+    ) -> None:
+        if out.exists() and not out.is_dir():
+            raise OutputError(
+                f"cannot write to {out}: it is a file; choose a folder, or a file that ends in "
+                f"{' or '.join('.' + name for name in FORMATS)}."
+            )
+        manifest = _read_manifest(out)
+        if manifest and overwrite:
+            _remove_features(out, manifest["fingerprint"])
+            manifest = None
+        root = root or (Path(manifest["root"]) if manifest else common_root(paths))
+        here = {**settings, "format": format, "root": str(root)}
+        if manifest:
+            _refuse_other_settings(out, manifest, here)
+        self.items = name_images(paths, root)
+        self.failed: list[tuple[str, str]] = []
+        self.failures_path = out / FAILURES
+        self._is_new, self._has_files = not manifest, False
+        self._out, self._format, self._fingerprint = out, format, fingerprint
+        self._writes = BackgroundWrites(4, most=16)
+        self._stats: dict[int, tuple[int, int]] = {}  # of images, by place, before they were read
+        with contextlib.ExitStack() as stack:
+            if self._is_new:
+                content = {"fingerprint": fingerprint, **here, "veca": __version__}
+                with output_errors(out):
+                    stack.enter_context(folder_to_fill(out))
+                atomic_write_json(out / MANIFEST, content)
+            self._stack = stack.pop_all()
+
+    def has(self, item: NamedImage) -> bool:
+        try:
+            stat = state_of(item.path)
+        except OSError:  # reading it will say what is wrong
+            return False
+        if self._is_made(item, stat):
+            self._has_files = True
+            return True
+        self._stats[item.place] = stat
+        return False
+
+    def _is_made(self, item: NamedImage, stat: tuple[int, int]) -> bool:
+        path = self._path_of(item)
+        try:
+            written = path.stat().st_mtime_ns
+        except OSError:
+            self._refuse_long_name(item)
+            return False
+        origin = origin_of(path)
+        if origin is None or origin.settings != self._fingerprint:
+            return False
+        # A file of an earlier version does not say which image it is of: it must not be older.
+        return written >= stat[1] if origin.image_stat is None else origin.image_stat == stat
+
+    def _refuse_long_name(self, item: NamedImage) -> None:
+        path = self._path_of(item)
+        for place in (path, self._out / path.name):  # the folder of the first may be missing yet
+            try:
+                place.lstat()
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    raise ImageError(
+                        f"{item.path}: the name of its file of features, with .{self._format} at "
+                        "the end, would be too long; rename the image"
+                    ) from error
+
+    def add(self, results: Sequence[Result[NamedImage]]) -> None:
+        for result in results:
+            self._writes.submit(self._write, result)
+
+    def fail(self, item: NamedImage, reason: str) -> None:
+        self.failed.append((str(item.path), reason))
+
+    def finish(self) -> None:
+        self._writes.finish()
+        if not self._is_new:
+            (self._out / _OLD_FAILURES).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._writes.close()
+        if self._is_new and not self._has_files and not _features_in(self._out):
+            (self._out / MANIFEST).unlink(missing_ok=True)
+        self._stack.close()
+
+    def _path_of(self, item: NamedImage) -> Path:
+        # The image's suffix stays, or x.jpg and x.png would share a file.
+        return self._out / f"{item.name}.{self._format}"
+
+    def _write(self, result: Result[NamedImage]) -> None:
+        text: dict[str, Any] = {"image": result.item.name, "settings": self._fingerprint}
+        arrays = dict(result.arrays)
+        stat = self._stats.pop(result.item.place, None)
+        if stat is not None:
+            arrays["image_stat"] = np.array(stat, dtype=np.int64)
+        write_features(self._path_of(result.item), arrays, text)
+        self._has_files = True
+
+
+def _read_manifest(folder: Path) -> dict[str, Any] | None:
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = json.loads(path.read_text("utf-8"))
+        if all(isinstance(manifest[name], str) for name in ("fingerprint", "root")):
+            return dict(manifest)
+    except (OSError, ValueError, TypeError, KeyError):
+        pass
+    raise OutputError(f"{path} does not list the settings of features; choose another folder.")
+
+
+def _refuse_other_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    other = [
+        name if isinstance(here[name], dict) else _difference(name, there.get(name), here[name])
+        for name in here
+        if here[name] != there.get(name)
+    ]
+    if other:
+        raise InputError(
+            f"{folder} holds features made with other settings ({'; '.join(other)}); choose "
+            "another folder, or start over with overwrite (--overwrite)."
+        )
+
+
+def _difference(name: str, there: object, here: object) -> str:
+    if name == "weights":  # hashes
+        there, here = str(there)[:12], str(here)[:12]
+    return f"{name}: {json.dumps(there)} there, {json.dumps(here)} now"
+
+
+def _features_in(folder: Path) -> bool:
+    """Whether there are files of features in a folder, perhaps of a run beside this one."""
+    paths = (path for format in FORMATS for path in folder.rglob(f"*.{format}"))
+    return any(origin_of(path) is not None for path in paths)
+
+
+def _remove_features(folder: Path, fingerprint: str) -> None:
+    """Remove the files made with these settings, known by what they hold, and nothing else."""
+    for format in FORMATS:
+        for path in folder.rglob(f"*.{format}"):
+            origin = origin_of(path)
+            if origin is not None and origin.settings == fingerprint:
+                path.unlink()

@@ -1,0 +1,91 @@
+"""Finding image files: of paths, folders and glob patterns, in natural order."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+from veca.errors import ImageError
+
+_SUFFIXES = "jpg jpeg jpe jfif png apng webp bmp tif tiff gif ppm pgm pbm pnm"
+EXTENSIONS = frozenset(f".{suffix}" for suffix in _SUFFIXES.split())
+"""Suffixes of files in a folder that count as images, in lower case."""
+
+
+def find_images(
+    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    recursive: bool = True,
+    passed_over: Counter[str] | None = None,
+) -> list[Path]:
+    """List image files, each once, in the order of `sources` and in natural order within each.
+
+    A source is a file (kept whatever its extension), a folder (its files with a suffix in
+    `EXTENSIONS`; with `recursive` those of its subfolders too, symbolic links to folders not
+    followed) or a glob pattern such as "photos/**/*.jpg" (its matches with such a suffix). Hidden
+    files and folders are passed over. Natural order puts img2.png before img10.png. A
+    broken link is listed, and reading it says so. `passed_over`, if given, counts the other files
+    of folders and patterns by their suffix, in lower case.
+
+    Raises:
+        ImageError: a source does not exist or yields no image.
+    """
+    listed = [sources] if isinstance(sources, (str, os.PathLike)) else list(sources)
+    if not listed:
+        raise ImageError("no files, folders or patterns given; expected at least one")
+    # absolute(), not resolve(): links with different names are different images to the user.
+    others = Counter[str]() if passed_over is None else passed_over
+    expanded = (path for source in listed for path in _expand(source, recursive, others))
+    return list({path.absolute(): path for path in expanded}.values())
+
+
+def _expand(
+    source: str | os.PathLike[str], recursive: bool, passed_over: Counter[str]
+) -> list[Path]:
+    name, path = os.fspath(source), Path(source)
+    if name and path.is_dir():  # Path("") would be the current folder
+        paths = _walk(path, recursive)
+        fault = "no image in this folder" + (" or its subfolders" if recursive else "")
+    elif name and os.path.lexists(path):  # before patterns: a file may be called "scan[1].png"
+        return [path]
+    elif any(wildcard in name for wildcard in "*?["):
+        # Path.glob takes no absolute patterns and follows other rules for hidden files.
+        matches = map(Path, glob.iglob(name, recursive=True))  # noqa: PTH207
+        paths = [path for path in matches if not path.is_dir()]
+        fault = "no image matches this pattern"
+    else:
+        raise ImageError(f"{name or repr(name)}: no such file or folder; check the path")
+    # A broken link stays in: reading it reports it, leaving it out here would hide it.
+    images = [path for path in paths if path.suffix.lower() in EXTENSIONS]
+    if not images:
+        raise ImageError(f"{name}: {fault}; extensions looked for: {' '.join(sorted(EXTENSIONS))}")
+    suffixes = (path.suffix.lower() for path in paths)
+    passed_over.update(suffix for suffix in suffixes if suffix not in EXTENSIONS)
+    return sorted(images, key=_natural_key)
+
+
+def _walk(folder: Path, recursive: bool) -> list[Path]:
+    def refuse(error: OSError) -> None:  # os.walk would pass over an unreadable folder in silence
+        raise ImageError(
+            f"{error.filename}: the folder cannot be listed ({error.strerror}); check permissions"
+        ) from error
+
+    paths: list[Path] = []
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        paths += [Path(parent, name) for name in files if not name.startswith(".")]
+    return paths
+
+
+def _natural_key(path: Path) -> tuple[list[list[str | int]], str]:
+    """Compare runs of digits as numbers, folder by folder; the plain path breaks ties."""
+    parts: list[list[str | int]] = [
+        # split() alternates text and digits, starting with text.
+        [int(run) if i % 2 else run for i, run in enumerate(re.split("([0-9]+)", part.casefold()))]
+        for part in path.parts
+    ]
+    return parts, str(path)

@@ -1,0 +1,268 @@
+"""Reading one image: any mode, bit depth and orientation becomes upright 8-bit RGB.
+
+Colour profiles (ICC) are not applied: CMYK and LAB are converted with Pillow's built-in formulas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from veca.errors import ImageError, whole
+
+MAX_PIXELS = 178_956_970
+"""The count at which Pillow itself refuses to open a file, with its default settings."""
+
+# A closed list, so that a file cannot choose a rarer decoder (EPS, for one, starts Ghostscript).
+_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")
+# What undoes each EXIF orientation; 1 and anything unknown is upright.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# `warnings.catch_warnings` changes process-wide state: two reader threads must not interleave.
+_OPEN_LOCK = threading.Lock()
+
+Source: TypeAlias = (
+    "str | os.PathLike[str] | bytes | BinaryIO | Image.Image | np.ndarray[Any, Any] | Tensor"
+)
+
+
+def read_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Read one image as an upright 8-bit RGB image without metadata; the source is not changed.
+
+    `source` is a path, encoded bytes, a binary file object (read from its start), a Pillow image,
+    a uint8 numpy array [H, W, 3] or a uint8 tensor [3, H, W].
+
+    The EXIF orientation is applied (a broken EXIF block counts as none). Transparency is
+    composited on white. 16-bit greyscale (modes I and I;16) is taken as 0..65535 and float
+    greyscale (mode F) as 0..1; values outside that range are an error, never clipped. Of a file
+    with several frames the first is read; of a Pillow image the frame it stands at.
+
+    An image of more than `max_pixels` is refused before it is decoded. Above twice
+    `PIL.Image.MAX_IMAGE_PIXELS` Pillow's own limit has to be raised as well, by the caller.
+
+    Raises:
+        ImageError: it cannot be read; the message names the source, the fault and the remedy.
+    """
+    return read_named(source, name_of(source), positive(max_pixels, "max_pixels"))
+
+
+def name_of(source: object, index: int | None = None) -> str:
+    """What messages call a source: its path if it has one, else its kind (and place in a batch)."""
+    if isinstance(source, (str, os.PathLike)):
+        return os.fspath(source) or "''"
+    path = getattr(source, "filename", None) or getattr(source, "name", None)
+    if isinstance(path, (str, Path)):
+        return str(path)
+    place = "" if index is None else f" at index {index}"
+    return f"<{type(source).__name__}{place}>"
+
+
+def read_named(source: Source, name: str, max_pixels: int) -> Image.Image:
+    """`read_image`, with what messages are to call the source."""
+    try:
+        with contextlib.ExitStack() as stack:
+            if isinstance(source, Image.Image):
+                image = source
+                _check_depth(image)
+            elif isinstance(source, (np.ndarray, Tensor)):
+                image = _from_array(source)
+            else:
+                image = _open(_stream(source, stack))
+            check_area(image.width, image.height, max_pixels)
+            return _to_rgb(_upright(image))
+    except ImageError as error:
+        raise ImageError(f"{name}: {error}") from error.__cause__
+    except Image.DecompressionBombError as error:
+        # Pillow's limit struck first; it cannot be lifted for one file, only for the process.
+        raise ImageError(
+            f"{name}: too large to decode safely ({str(error).rstrip('.')}); scale the file down, "
+            f"or, if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS and max_pixels"
+        ) from error
+    except Exception as error:  # Pillow's decoders raise almost any type on a damaged file
+        raise ImageError(
+            f"{name}: cannot be decoded ({str(error) or type(error).__name__}), it may be damaged "
+            f"or incomplete; replace it"
+        ) from error
+
+
+def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
+    """Return the source's bytes as a stream; `stack` closes what is opened here."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        return io.BytesIO(source)
+    if isinstance(source, (str, os.PathLike)):
+        if os.fspath(source) == "":  # Path("") would be the current folder
+            raise ImageError("an empty path names no file; check the path")
+        path = Path(source)
+        if path.is_dir():  # not left to open(): Windows calls this "permission denied"
+            raise ImageError(
+                "is a folder, expected an image file; veca.images.find_images lists those in it"
+            )
+        try:
+            return stack.enter_context(open_file(path))
+        except FileNotFoundError as error:
+            raise ImageError("no such file; check the path") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
+            reason = getattr(error, "strerror", None) or error
+            raise ImageError(f"cannot be opened ({reason}); check path and permissions") from error
+    if isinstance(source, io.TextIOBase):
+        raise ImageError("the file is open in text mode; open it with mode 'rb'")
+    if not callable(getattr(source, "read", None)):
+        raise ImageError(
+            f"cannot read an image from {type(source).__name__}; pass a path, bytes, a binary file "
+            f"object, a Pillow image, a uint8 array [H, W, 3] or a uint8 tensor [3, H, W]"
+        )
+    return cast(BinaryIO, source)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to be read. A pipe or a device, which might wait for ever, is an OSError."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        reason = "a pipe, a device or a socket, where a file was expected"
+        raise OSError(errno.EINVAL, reason, str(path))
+    return path.open("rb")
+
+
+def _open(stream: BinaryIO) -> Image.Image:
+    """Parse the header; no pixel is decoded yet."""
+    try:
+        with _OPEN_LOCK, warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            return Image.open(stream, formats=_FORMATS)
+    except UnidentifiedImageError as error:
+        with contextlib.suppress(OSError):  # a pipe cannot be looked at twice
+            stream.seek(0)
+            if not stream.read(1):
+                raise ImageError("is empty (0 bytes); replace the file") from error
+        raise ImageError(
+            f"not an image in a format read here ({', '.join(_FORMATS)}), or its header is "
+            f"damaged; convert it to PNG or JPEG"
+        ) from error
+
+
+def check_area(width: int, height: int, max_pixels: int) -> None:
+    if width < 1 or height < 1:
+        raise ImageError(f"has no pixels ({height} x {width}); expected at least 1 x 1")
+    if width * height > max_pixels:
+        raise ImageError(
+            f"{height} x {width} is {width * height:,} pixels, more than the limit "
+            f"max_pixels={max_pixels:,}; scale it down, or raise max_pixels if you trust the image"
+        )
+
+
+def _check_depth(image: Image.Image) -> None:
+    """Refuse integers made in memory that may be of 8 bit: as 16-bit ones they would be black.
+
+    Of a file the format tells the depth.
+    """
+    if image.mode == "I" and image.format is None and 0 not in image.size:
+        values = np.asarray(image)
+        high = int(values.max())
+        if values.min() >= 0 and 0 < high <= 255:
+            raise ImageError(
+                f"greyscale of mode I holds values up to {high}, of 8 bit or very dark ones of 16; "
+                "say which, with image.convert('L') or image.convert('I;16')"
+            )
+
+
+def _from_array(source: np.ndarray[Any, Any] | Tensor) -> Image.Image:
+    """Wrap uint8 [H, W, 3] (numpy) or [3, H, W] (tensor) as a Pillow image."""
+    is_tensor = isinstance(source, Tensor)
+    kind, expected = ("tensor", "[3, H, W]") if is_tensor else ("array", "[H, W, 3]")
+    shape = list(source.shape)
+    if str(source.dtype) not in ("torch.uint8", "uint8"):
+        raise ImageError(
+            f"{kind} of dtype {source.dtype}, expected uint8 {expected} with values 0..255; "
+            f"scale it and convert it to uint8"
+        )
+    if len(shape) != 3 or shape[0 if is_tensor else 2] != 3:
+        fix = "convert it to three RGB channels"
+        if len(shape) == 4:
+            fix = "pass a batch as a list of images: list(batch)"
+        elif len(shape) == 3 and shape[2 if is_tensor else 0] == 3:
+            fix = "permute(2, 0, 1) it" if is_tensor else "transpose(1, 2, 0) it"
+        raise ImageError(f"{kind} of shape {shape}, expected {expected}; {fix}")
+    if 0 in shape:
+        raise ImageError(f"{kind} of shape {shape} has no pixels; expected at least 1 x 1")
+    if isinstance(source, Tensor):
+        source = source.detach().cpu().permute(1, 2, 0).numpy()
+    return Image.fromarray(np.ascontiguousarray(source))
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Return a copy, turned as its EXIF orientation says.
+
+    Not ImageOps.exif_transpose: that fails on a photo with good pixels and a broken EXIF block.
+    """
+    image.load()  # first, since a PNG may carry its EXIF block after the pixels
+    try:
+        turn = _TURNS.get(image.getexif().get(0x0112, 1))
+    except Exception:  # unreadable EXIF data says nothing about the orientation
+        turn = None
+    return image.copy() if turn is None else image.transpose(turn)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any mode to RGB on white; `image` is already ours to change."""
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = _to_grey8(image)
+    elif image.mode == "La":  # Pillow converts premultiplied grey to LA only
+        image = image.convert("LA")
+    if image.has_transparency_data:
+        rgba = image.convert("RGBA")
+        image = Image.new("RGBA", rgba.size, "white")
+        image.alpha_composite(rgba)
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    # Stale keys (a transparent colour, an orientation) would act again on a second read.
+    image.info.clear()
+    return image
+
+
+def _to_grey8(image: Image.Image) -> Image.Image:
+    """Scale 16-bit (0..65535) or float (0..1) greyscale to 8 bit, rounding to nearest.
+
+    Pillow's own convert() clips instead: everything above 255 would turn white.
+    """
+    values = np.asarray(image)
+    low, high = values.min().item(), values.max().item()
+    top = 1 if image.mode == "F" else 65535
+    if not 0 <= low <= high <= top:  # also false for NaN
+        raise ImageError(
+            f"greyscale of mode {image.mode} holds values {low:g}..{high:g}, expected 0..{top}; "
+            f"rescale it to 8 bit before reading it here"
+        )
+    if image.mode == "F":
+        grey = np.rint(values * 255.0).astype(np.uint8)
+    else:
+        grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 65535 / 255 == 257
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):  # a 16-bit PNG may declare one grey as transparent
+        grey[values == transparent] = 255
+    return Image.fromarray(grey)
+
+
+def positive(value: Any, what: str) -> int:
+    """Return a positive integer, or say that it is not one (bool and float never count)."""
+    number = whole(value)
+    if number is None or number < 1:
+        raise ImageError(f"{what} must be a whole number of at least 1, got {value!r}")
+    return number

@@ -1,0 +1,183 @@
+"""Search: exact against plain numpy, the index against exact, and its cache."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import veca
+from data.pictures import encoded, picture
+from veca.data import pack
+from veca.embed import Collection, contact_sheet, read_embeddings, search
+from veca.errors import ImageError, InputError, MissingExtraError, WeightsError
+
+
+@pytest.fixture
+def folder(embed, images, tmp_path):
+    embed(images, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def brute_force(folder, query, top):
+    """The definition, in float64."""
+    names, cls = read_embeddings(folder)
+    cls, query = cls.astype(np.float64), np.asarray(query, np.float64)
+    cosine = cls @ query / np.linalg.norm(cls, axis=1) / np.linalg.norm(query)
+    order = np.argsort(-cosine)[:top]
+    return [names[i] for i in order], cosine[order]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_neighbours_are_those_of_brute_force(embed, images, tmp_path, exact, dtype):
+    if not exact:
+        pytest.importorskip("usearch")
+    embed(images, tmp_path / "out", dtype=dtype)
+    collection = Collection(tmp_path / "out")
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        query = rng.normal(size=32).astype(np.float32)
+        names, cosine = brute_force(tmp_path / "out", query, 7)
+        found = collection.search(query, 7, exact=exact)
+        assert [m.path for m in found] == names
+        np.testing.assert_allclose([m.score for m in found], cosine, atol=1e-5)
+
+
+def test_an_image_finds_itself(folder, images):
+    query = sorted(images.rglob("*.png"))[17]
+    first, second = search(folder, query, 2, exact=True)
+    assert first.path == str(query) and first.score == pytest.approx(1, abs=1e-5)
+    assert second.score < first.score
+    assert search(folder, Image.open(query), 1, exact=True)[0].path == str(query)
+    assert search(folder, query.read_bytes(), 1, exact=True)[0].path == str(query)
+
+
+def test_vectors_from_numpy_and_torch(folder):
+    names, cls = read_embeddings(folder)
+    for query in (cls[3], torch.from_numpy(cls[3]), cls[3].astype(np.float64)):
+        assert search(folder, query, 1, exact=True)[0].path == names[3]
+
+
+def test_more_than_there_are(folder):
+    pytest.importorskip("usearch")
+    query = read_embeddings(folder)[1][0]
+    for exact in (True, False):
+        assert len({m.path for m in search(folder, query, 99, exact=exact)}) == 30
+
+
+def test_the_index_is_kept_and_made_again_when_shards_change(embed, folder, images):
+    pytest.importorskip("usearch")
+    query = read_embeddings(folder)[1][0]
+    search(folder, query)
+    (kept,) = folder.glob("index-*.usearch")
+    made = kept.stat().st_mtime_ns
+    search(folder, query)
+    assert kept.stat().st_mtime_ns == made
+    for i in (0, 1):
+        (images / f"new{i}.png").write_bytes(encoded(picture(100 + i)))
+    embed(images, folder)
+    _, cls = read_embeddings(folder)
+    assert search(folder, cls[31])[0].path == read_embeddings(folder)[0][31]
+    (new,) = folder.glob("index-*.usearch")
+    assert new != kept
+
+
+def test_a_damaged_index_is_made_again(folder):
+    pytest.importorskip("usearch")
+    names, cls = read_embeddings(folder)
+    search(folder, cls[0])
+    (kept,) = folder.glob("index-*.usearch")
+    kept.write_bytes(b"no index")
+    assert search(folder, cls[5])[0].path == names[5]
+    assert len(kept.read_bytes()) > 1000
+
+
+def test_a_place_without_room_for_the_index(folder, monkeypatch, caplog):
+    pytest.importorskip("usearch")
+
+    def refuse(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("veca.embed.searching.commit", refuse)
+    names, cls = read_embeddings(folder)
+    assert search(folder, cls[5])[0].path == names[5]
+    assert "not kept" in caplog.text and not list(folder.glob("index-*"))
+
+
+def test_usearch_is_needed_for_the_index_only(folder, monkeypatch):
+    for name in ("usearch", "usearch.index"):
+        monkeypatch.setitem(sys.modules, name, None)
+    query = read_embeddings(folder)[1][0]
+    assert search(folder, query, exact=True)
+    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[search\]'"):
+        search(folder, query)
+
+
+def test_a_core_install_is_told_of_the_one_extra_that_search_needs(folder, monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("pyarrow", "usearch")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    for exact in (False, True):
+        with pytest.raises(MissingExtraError, match=r"pip install 'veca\[search\]'"):
+            search(folder, folder / "query.png", exact=exact)
+
+
+def test_bad_queries(folder, tmp_path):
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    with pytest.raises(ImageError, match=r"bad\.png"):
+        search(folder, tmp_path / "bad.png")
+    with pytest.raises(ImageError, match="no such file"):
+        search(folder, tmp_path / "none.png")
+    with pytest.raises(InputError, match="vector of 32 numbers"):
+        search(folder, np.ones(31, np.float32))
+    with pytest.raises(InputError, match="NaN"):
+        search(folder, np.full(32, np.nan, np.float32))
+    with pytest.raises(InputError, match="top must be"):
+        search(folder, np.ones(32, np.float32), 0)
+
+
+def test_weights_are_found_and_checked(folder, weights, images, tiny, tmp_path):
+    query = next(images.rglob("*.png"))
+    model = veca.load(weights)
+    weights.rename(tmp_path / "elsewhere")
+    with pytest.raises(WeightsError, match=r"not where they were.*--weights"):
+        search(folder, query, exact=True)
+    assert search(folder, query, exact=True, weights=tmp_path / "elsewhere")[0].path == str(query)
+    assert search(folder, query, exact=True, weights=model)[0].path == str(query)
+    with torch.no_grad():
+        next(tiny.parameters()).add_(1)
+    with pytest.raises(InputError, match="not those that"):
+        search(folder, query, exact=True, weights=tiny)
+
+
+def test_a_model_of_ones_own_must_be_given_again(embed, images, weights, tmp_path):
+    model = veca.load(weights)
+    embed(images, tmp_path / "out", weights=model)
+    query = next(images.rglob("*.png"))
+    with pytest.raises(InputError, match="does not say where its weights are"):
+        search(tmp_path / "out", query, exact=True)
+    assert search(tmp_path / "out", query, 1, exact=True, weights=model)[0].path == str(query)
+
+
+def test_nothing_to_search_in(embed, images, folder, tmp_path):
+    with pytest.raises(InputError, match="no folder of embeddings"):
+        Collection(tmp_path)
+    for path in (folder / "shards").iterdir():
+        path.unlink()
+    with pytest.raises(InputError, match="holds no embeddings yet"):
+        Collection(folder)
+
+
+def test_a_contact_sheet_shows_files_and_members_of_shards(embed, images, tmp_path):
+    pack(images, tmp_path / "packed", size=None)
+    embed([images, tmp_path / "packed"], tmp_path / "out")
+    query = tmp_path / "query.png"
+    query.write_bytes(encoded(picture(99)))
+    matches = search(tmp_path / "out", query, 60, exact=True)
+    next(images.rglob("*.png")).unlink()  # a picture that is gone has a line and no picture
+    page = contact_sheet(tmp_path / "page.html", query, matches).read_text()
+    assert page.count("data:image/jpeg;base64,") == 1 + 59
+    assert all(match.path in page for match in matches)

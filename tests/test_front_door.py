@@ -1,0 +1,39 @@
+"""The front door: quick to open, and every name behind it is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import veca
+
+HEAVY = ("torch", "numpy", "PIL", "safetensors", "transformers")
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_the_command_answers_without_heavy_imports(option: str) -> None:
+    code = (
+        "import sys; from veca.cli.main import main; code = main([sys.argv[1]]); "
+        f"sys.exit(code or str([m for m in {HEAVY!r} if m in sys.modules] or ''))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, option], capture_output=True, text=True)
+    assert done.stderr.strip() == "" and "veca" in done.stdout
+
+
+def test_every_public_name_is_there() -> None:
+    assert dir(veca) == sorted(veca.__all__)
+    for name in veca.__all__:
+        assert getattr(veca, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="lode"):
+        veca.lode  # noqa: B018
+
+
+def test_a_function_and_its_module_share_a_name() -> None:
+    code = "import veca.cost, veca; print(veca.cost('tiny', size=64).grid)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "(4, 4)\n"

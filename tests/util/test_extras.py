@@ -1,0 +1,61 @@
+"""One line that names the library at fault and how to get it."""
+
+import sys
+
+import pytest
+
+from veca._util.extras import missing, require
+from veca.errors import MissingExtraError
+
+
+def refusal(name, **options):
+    with pytest.raises(MissingExtraError) as caught:
+        require(name, "this test", **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def library(folder, monkeypatch, name, code):
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_what_is_there_is_given():
+    assert require("json.decoder", "this test") is sys.modules["json.decoder"]
+
+
+def test_what_is_not_installed(monkeypatch):
+    for name in ("umap", "sklearn", "efficientnet_lite4_pytorch_model"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert refusal("umap").endswith("pip install 'veca[umap]'")
+    assert "needs scikit-learn, which is not installed" in refusal("sklearn")
+    assert refusal("umap", extra="viz").endswith("pip install 'veca[viz]'")
+    package = "efficientnet-lite4-pytorch-model"
+    assert refusal(package.replace("-", "_")).endswith(f"pip install {package}")
+
+
+def test_a_library_that_lacks_another(monkeypatch, tmp_path):
+    library(tmp_path, monkeypatch, "timm", "import torchwisdom.ops")
+    said = refusal("timm")
+    assert "needs timm, which needs torchwisdom" in said
+    assert said.endswith("pip install torchwisdom")
+
+
+def test_a_library_that_another_breaks(monkeypatch, tmp_path):
+    code = "raise RuntimeError('operator torchvision::nms does not exist\\nand more')"
+    library(tmp_path, monkeypatch, "timm", code)
+    said = refusal("timm")
+    assert "RuntimeError: operator torchvision::nms does not exist" in said
+    assert said.endswith("a torchvision that belongs to this torch.")
+    library(tmp_path, monkeypatch, "usearch", "raise ImportError('libstdc++.so.6')")
+    said = refusal("usearch")
+    assert "libstdc++.so.6" in said and said.endswith("pip install 'veca[search]'")
+
+
+def test_the_error_alone():
+    error = missing("gradio", "the demo", fault="is too old")
+    assert isinstance(error, ImportError)
+    assert str(error) == (
+        "the demo needs gradio, which is too old; install it with: pip install 'veca[demo]'"
+    )
