@@ -11,7 +11,7 @@ from PIL import Image
 
 from data.pictures import picture
 from veca.data import Augmentation, AugmentConfig, DataError, sample_keys
-from veca.data.trivial_augment import OPS, draw
+from veca.data.trivial_augment import OPS, draw_operations
 
 
 def stack(count: int, height: int = 60, width: int = 80) -> torch.Tensor:
@@ -65,7 +65,7 @@ def test_paper_applies_the_drawn_operation_to_the_crop() -> None:
     images = stack(24, 36, 36)
     plain = Augmentation(AugmentConfig("paper", trivial=False))(images, KEYS, 32).student
     full = Augmentation(AugmentConfig("paper"))(images, KEYS, 32).student
-    ops = draw(KEYS, (3, 4, 5)).ops
+    ops = draw_operations(KEYS, (3, 4, 5)).ops
     changed = (plain != full).flatten(1).any(1).numpy()
     assert not changed[ops == OPS.index("Identity")].any()
     assert changed[ops == OPS.index("Equalize")].all()

@@ -30,7 +30,7 @@ from veca.data import (
 )
 from veca.data.faults import Faults
 from veca.data.order import SampleOrder
-from veca.data.reader import Reader, ReadJob
+from veca.data.reader import CropReader, ReadJob
 
 JITTER = AugmentConfig("rrc")
 
@@ -441,20 +441,20 @@ def job(indices: list[int], size: int = 32, teacher: int | None = None) -> ReadJ
 def test_what_stands_in_for_a_bad_image_is_in_the_subset() -> None:
     """Else a run would train on images that it holds out."""
     source = Listed([b"no image", *(encoded(picture(i)) for i in range(1, 12))])
-    reader = Reader(source, Augmentation(AugmentConfig("none")), np.array([0, 9, 11]))
+    reader = CropReader(source, Augmentation(AugmentConfig("none")), np.array([0, 9, 11]))
     assert reader[job([0] * 20)].error is None
     assert set(source.seen) == {0, 9, 11}
 
 
 def test_another_image_stands_in_at_each_try() -> None:
     source = Listed([encoded(picture(i)) if i < 6 else b"no image" for i in range(18)])
-    piece = Reader(source, Augmentation(AugmentConfig("none")))[job([17] * 10)]
+    piece = CropReader(source, Augmentation(AugmentConfig("none")))[job([17] * 10)]
     assert piece.error is None and len({name for name, _ in piece.bad}) > 3
 
 
 def test_the_teachers_view_is_decoded_as_finely_as_it_needs() -> None:
     source = Listed([encoded(picture(0, 1024, 1024), "JPEG", quality=95)])
-    reader = Reader(source, Augmentation(AugmentConfig("none")))
+    reader = CropReader(source, Augmentation(AugmentConfig("none")))
     both, alone = reader[job([0], 32, 512)], reader[job([0], 512)]
     assert both.teacher is not None and np.array_equal(both.teacher, alone.student)
 

@@ -25,7 +25,7 @@ from veca.data import (
     open_source,
     sample_keys,
 )
-from veca.data.mixing import Mixture, apply, draw
+from veca.data.mixing import Mixture, draw_mixture, mix
 
 KEYS = sample_keys(0, 0, np.arange(48))
 MANY = sample_keys(1, 0, np.arange(20_000))
@@ -112,7 +112,7 @@ def test_one_size_for_both_networks_gives_one_view() -> None:
 
 def test_how_often() -> None:
     for mixup, cutmix in ((0.3, 0.2), (0.5, 0.5), (1.0, 0.0), (0.0, 1.0), (0.0, 0.05)):
-        drawn = draw(MANY, 100, mixup, cutmix)
+        drawn = draw_mixture(MANY, 100, mixup, cutmix)
         cut = drawn.shares == 1
         blended = (drawn.shares > 0) & ~cut
         assert blended.mean() == pytest.approx(mixup, abs=0.012)
@@ -124,7 +124,7 @@ def test_how_often() -> None:
 
 
 def test_the_weight_is_uniform_and_the_images_own_part_the_larger() -> None:
-    shares = draw(MANY, 100, 1.0, 0.0).shares
+    shares = draw_mixture(MANY, 100, 1.0, 0.0).shares
     assert shares.min() > 0 and shares.max() <= 0.5
     np.testing.assert_allclose(
         np.histogram(shares, 10, (0, 0.5))[0], len(MANY) / 10, atol=5 * math.sqrt(len(MANY) / 10)
@@ -132,7 +132,7 @@ def test_the_weight_is_uniform_and_the_images_own_part_the_larger() -> None:
 
 
 def test_rectangles_are_of_the_said_area_aspect_and_place() -> None:
-    left, top, right, bottom = draw(MANY, 100, 0.0, 1.0).boxes.T
+    left, top, right, bottom = draw_mixture(MANY, 100, 0.0, 1.0).boxes.T
     assert left.min() >= 0 and top.min() >= 0
     assert right.max() <= 1 + 1e-12 and bottom.max() <= 1 + 1e-12
     wide, tall = right - left, bottom - top
@@ -154,22 +154,22 @@ def test_streams_are_of_its_own() -> None:
     taken = {*range(9), *range(16, 16 + 4 * 10), *range(1000, 1011)}
     mine = set(range(100, 100 + mixing.STREAMS))
     assert not mine & taken
-    drawn = draw(KEYS, 100, 1.0, 0.0)
+    drawn = draw_mixture(KEYS, 100, 1.0, 0.0)
     from veca.data.draws import uniform
 
     assert np.array_equal(drawn.shares, 0.5 * (1 - uniform(KEYS, 101)))
 
 
 def test_what_one_draws_does_not_depend_on_the_other_or_on_the_odds() -> None:
-    whole = draw(KEYS, 100, 0.4, 0.4)
+    whole = draw_mixture(KEYS, 100, 0.4, 0.4)
     for rows in (slice(0, 2), slice(10, 30)):
-        part = draw(KEYS[rows], 100, 0.4, 0.4)
+        part = draw_mixture(KEYS[rows], 100, 0.4, 0.4)
         assert np.array_equal(part.boxes, whole.boxes[rows])
         assert np.array_equal(part.shares, whole.shares[rows])
-    more = draw(KEYS, 100, 0.4, 0.6)
+    more = draw_mixture(KEYS, 100, 0.4, 0.6)
     cut = whole.shares == 1
     assert np.array_equal(more.boxes[cut], whole.boxes[cut])
-    other = draw(sample_keys(0, 1, np.arange(48)), 100, 0.4, 0.4)
+    other = draw_mixture(sample_keys(0, 1, np.arange(48)), 100, 0.4, 0.4)
     assert not np.array_equal(other.shares, whole.shares)
 
 
@@ -181,7 +181,7 @@ def test_partners_are_neighbours() -> None:
     view = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 3, 4, 4) / 8
     shares = np.array([0.5, 0.25, 0.0, 1.0, 1.0, 0.0])
     boxes = np.tile([0.0, 0.0, 1.0, 1.0], (6, 1))
-    mixed = apply(view, Mixture(boxes, shares))
+    mixed = mix(view, Mixture(boxes, shares))
     wanted = torch.tensor([0.5, 0.75, 2.0, 2.0, 5.0, 5.0]) / 8
     assert torch.equal(mixed, wanted.view(6, 1, 1, 1).expand(6, 3, 4, 4))
     # Both of a pair take of the finished view, not of what the other has become.
@@ -191,7 +191,7 @@ def test_partners_are_neighbours() -> None:
 def mask(box: list[float], height: int, width: int) -> torch.Tensor:
     """Where a cut box shows the partner, [h, w]."""
     view = torch.stack([torch.zeros(3, height, width), torch.ones(3, height, width)])
-    mixed = apply(view, Mixture(np.array([box, [0, 0, 1, 1]]), np.array([1.0, 0.0])))
+    mixed = mix(view, Mixture(np.array([box, [0, 0, 1, 1]]), np.array([1.0, 0.0])))
     assert torch.equal(mixed[1], view[1])
     return mixed[0, 0]
 
@@ -221,7 +221,7 @@ def test_both_sizes_agree_where_the_borders_fall_on_both_grids() -> None:
 
 
 def test_elsewhere_the_sizes_differ_by_the_border_only() -> None:
-    drawn = draw(MANY[:200], 100, 0.0, 1.0)
+    drawn = draw_mixture(MANY[:200], 100, 0.0, 1.0)
     for left, top, right, bottom in drawn.boxes.tolist():
         small, large = (
             mask([left, top, right, bottom], 14, 14),
@@ -265,7 +265,7 @@ def test_without_mixing_nothing_of_it_runs(kind: str, monkeypatch: pytest.Monkey
     seldom = Augmentation(AugmentConfig(kind, mixup=1e-12, cutmix=1e-12))(
         images[:4], KEYS[:4], 16, 24
     )
-    for name in ("draw", "apply", "check_pairs"):
+    for name in ("draw_mixture", "mix", "check_pairs"):
         monkeypatch.setattr(mixing, name, None)
     plain_views = Augmentation(AugmentConfig(kind))(images, KEYS[:5], 16, 24)
     assert plain_views.teacher is not None and seldom.teacher is not None
@@ -309,9 +309,9 @@ def test_memory_and_disk_give_the_same_pixels(photos: Path, kind: str) -> None:
         same(batch, quick.batch(step))
         epochs = clean.batch_indices(step).epochs
         keys = sample_keys(5, epochs, batch.indices.numpy())
-        drawn = draw(keys, 100, 0.4, 0.4)
-        assert torch.equal(batch.pixels, apply(before.pixels, drawn))
-        assert torch.equal(batch.teacher_pixels, apply(before.teacher_pixels, drawn))
+        drawn = draw_mixture(keys, 100, 0.4, 0.4)
+        assert torch.equal(batch.pixels, mix(before.pixels, drawn))
+        assert torch.equal(batch.teacher_pixels, mix(before.teacher_pixels, drawn))
 
 
 def test_workers_change_nothing(photos: Path) -> None:
@@ -386,9 +386,9 @@ def test_a_sweep_mixes_pairs_or_says_it_cannot(photos: Path) -> None:
     made = loader(photos, shuffle=False)
     batches = list(made.sweep())
     assert [len(batch.indices) for batch in batches] == [8, 8, 6]
-    drawn = draw(sample_keys(0, 0, np.arange(22)), 100, 0.4, 0.4)
+    drawn = draw_mixture(sample_keys(0, 0, np.arange(22)), 100, 0.4, 0.4)
     before = torch.cat([b.pixels for b in loader(photos, shuffle=False, augment=off(BOTH)).sweep()])
-    assert torch.equal(torch.cat([b.pixels for b in batches]), apply(before, drawn))
+    assert torch.equal(torch.cat([b.pixels for b in batches]), mix(before, drawn))
     with_gaps = [loader(photos, shuffle=False, rank=r, world_size=4) for r in range(4)]
     for step, whole in enumerate(batches):  # of the last six, the fourth rank has none
         parts = [list(rank.sweep())[step].pixels for rank in with_gaps[: 3 if step == 2 else 4]]

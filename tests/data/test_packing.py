@@ -287,14 +287,14 @@ def test_a_full_disk_keeps_what_is_packed(
 ) -> None:
     from veca.data import packing
 
-    real = packing._Shard._write
+    real = packing._ShardWriter._write
 
-    def full(self: packing._Shard, data: bytes) -> None:
+    def full(self: packing._ShardWriter, data: bytes) -> None:
         if self.path.name == "shard-000002.tar":
             raise OSError(28, "No space left on device")
         real(self, data)
 
-    monkeypatch.setattr(packing._Shard, "_write", full)
+    monkeypatch.setattr(packing._ShardWriter, "_write", full)
     with pytest.raises(OutputError, match="free some space"):
         pack(photos, tmp_path / "out", size=24, per_shard=10, workers=0)
     monkeypatch.undo()

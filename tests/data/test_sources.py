@@ -233,7 +233,7 @@ def test_names_are_kept_to_the_letter() -> None:
     assert list(kept.pick([2, 0])) == [listed[2], listed[0]]
     with pytest.raises(IndexError):
         kept[5]
-    with pytest.raises(ValueError, match="belong together"):
+    with pytest.raises(DataError, match="belong together"):
         Names(np.zeros(3, np.uint8), np.array([2]))
 
 

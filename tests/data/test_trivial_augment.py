@@ -9,7 +9,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from data.pictures import picture
 from veca.data import sample_keys
-from veca.data.trivial_augment import BINS, OPS, Draw, apply, draw
+from veca.data.trivial_augment import BINS, OPS, DrawnOperations, apply_operations, draw_operations
 
 ENHANCERS = {
     "Brightness": ImageEnhance.Brightness,
@@ -76,15 +76,17 @@ def test_every_bin_gives_pillows_pixels(op: str) -> None:
         for bin in range(0, BINS, 3)
         for sign in ((1, -1) if op in SIGNED else (1,))
     ]
-    drawn = Draw(np.full(len(cases), OPS.index(op)), np.array([value for _, value in cases]))
-    (seen,) = apply(stack([image for image, _ in cases]), drawn)
+    drawn = DrawnOperations(
+        np.full(len(cases), OPS.index(op)), np.array([value for _, value in cases])
+    )
+    (seen,) = apply_operations(stack([image for image, _ in cases]), drawn)
     wanted = stack([by_pillow(image, op, value) for image, value in cases])
     assert torch.equal(seen, wanted)
 
 
 def test_draws_follow_the_published_table() -> None:
     keys = sample_keys(0, 0, np.arange(40_000))
-    drawn = draw(keys, (3, 4, 5))
+    drawn = draw_operations(keys, (3, 4, 5))
     assert np.abs(np.bincount(drawn.ops, minlength=14) - 40_000 / 14).max() < 250
     for place, op in enumerate(OPS):
         values = drawn.values[drawn.ops == place]
@@ -96,13 +98,15 @@ def test_draws_follow_the_published_table() -> None:
 
 def test_a_mixed_batch_is_each_image_on_its_own() -> None:
     images = stack([picture(i, 32, 40) for i in range(60)])
-    drawn = draw(sample_keys(1, 0, np.arange(60)), (3, 4, 5))
+    drawn = draw_operations(sample_keys(1, 0, np.arange(60)), (3, 4, 5))
     assert len(set(drawn.ops.tolist())) == 14
     before = images.clone()
-    (together,) = apply(images, drawn)
+    (together,) = apply_operations(images, drawn)
     assert torch.equal(images, before)
     for i in range(60):
-        (alone,) = apply(images[i : i + 1], Draw(drawn.ops[i : i + 1], drawn.values[i : i + 1]))
+        (alone,) = apply_operations(
+            images[i : i + 1], DrawnOperations(drawn.ops[i : i + 1], drawn.values[i : i + 1])
+        )
         assert torch.equal(together[i], alone[0])
 
 
@@ -115,9 +119,12 @@ def test_moves_shift_the_teachers_view_alike(op: str) -> None:
     def difference(size: tuple[int, int], factor: float) -> float:
         """Between the student's moved view and the teacher's, moved by `factor` times as much."""
         large = stack([coarse.resize((size[1], size[0]), Image.Resampling.BICUBIC)])
-        drawn = Draw(np.array([OPS.index(op)]), np.array([value]))
-        wrong = Draw(drawn.ops, drawn.values * factor)
-        (moved,), (_, enlarged) = apply(small, drawn), apply(small, wrong, large)
+        drawn = DrawnOperations(np.array([OPS.index(op)]), np.array([value]))
+        wrong = DrawnOperations(drawn.ops, drawn.values * factor)
+        (moved,), (_, enlarged) = (
+            apply_operations(small, drawn),
+            apply_operations(small, wrong, large),
+        )
         shrunk = torch.nn.functional.interpolate(enlarged.float(), (32, 32), mode="area")
         return float((shrunk - moved).abs().mean())
 
@@ -129,8 +136,8 @@ def test_moves_shift_the_teachers_view_alike(op: str) -> None:
 def test_colours_are_measured_on_the_students_view(op: str) -> None:
     student = stack([picture(5, 16, 16)])
     teacher = stack([picture(6, 24, 24)])
-    drawn = Draw(np.array([OPS.index(op)]), np.array([0.5 if op == "Contrast" else 0.0]))
-    seen, other = apply(student, drawn, teacher)
+    drawn = DrawnOperations(np.array([OPS.index(op)]), np.array([0.5 if op == "Contrast" else 0.0]))
+    seen, other = apply_operations(student, drawn, teacher)
     mapping = [
         dict(zip(student[0, c].flatten().tolist(), seen[0, c].flatten().tolist(), strict=True))
         for c in range(3)

@@ -14,7 +14,7 @@ from torch import nn
 
 from distill.small import curve, run, settings
 from veca.data import Augmentation, AugmentConfig, DataError, sample_keys
-from veca.data.mixing import apply, draw
+from veca.data.mixing import draw_mixture, mix
 from veca.distill import DistillError, distill, load_config, load_targets, read_metrics
 from veca.distill import step as steps
 from veca.distill.checkpoint import CheckpointStore
@@ -108,10 +108,10 @@ def test_targets_are_of_the_mixed_pixels(tmp_path, monkeypatch, stride: int) -> 
         # By hand: the images of the batch as they are without mixing, then mixed in pairs.
         keys = sample_keys(config.seed, 0, batch.indices.numpy())
         views = clean(images[batch.indices], keys, 32, 2 * stride)
-        drawn = draw(keys, 100, 0.4, 0.5)
+        drawn = draw_mixture(keys, 100, 0.4, 0.5)
         mixed += int((drawn.shares > 0).sum())
-        assert torch.equal(student, apply(views.student, drawn))
-        wanted = student if views.teacher is None else apply(views.teacher, drawn)
+        assert torch.equal(student, mix(views.student, drawn))
+        wanted = student if views.teacher is None else mix(views.teacher, drawn)
         assert (views.teacher is None) == (stride == 16)
         assert torch.equal(pixels, wanted)
         found = teacher.features(wanted, (2, 2))

@@ -139,7 +139,7 @@ def test_the_summary_names_fresh_weights():
 def test_table_and_csv_hold_every_number(tmp_path):
     rows = _made_up(True, True)
     rows[0] = Numbers(**{**vars(rows[0]), "overlap": math.nan})
-    header, body = numbers.table(rows, [1, 6])
+    header, body = numbers.text_table(rows, [1, 6])
     assert header == ["cores", "layer", *numbers.MEASURES] and len(body) == 4
     assert body[0][:3] == ["8", "1", "0.600"] and body[0][5] == ""
     numbers.write_csv(tmp_path / "n.csv", rows)

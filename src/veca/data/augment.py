@@ -20,7 +20,7 @@ from torch import Tensor
 
 from veca.data import mixing, trivial_augment
 from veca.data.draws import Keys, uniform
-from veca.data.resample import Size, crop_resize_batch, upload
+from veca.data.resample import Size, copy_to_device, crop_resize_batch
 from veca.errors import DataError, suggest
 
 KINDS = ("paper", "rrc", "none")
@@ -197,17 +197,17 @@ class Augmentation:
         views = self._recolour(student, words, teacher)
         if not config.mixing:
             return views
-        drawn = mixing.draw(words, _MIX, config.mixup, config.cutmix)
-        seen = mixing.apply(views.student, drawn)
-        shown = None if views.teacher is None else mixing.apply(views.teacher, drawn)
+        drawn = mixing.draw_mixture(words, _MIX, config.mixup, config.cutmix)
+        seen = mixing.mix(views.student, drawn)
+        shown = None if views.teacher is None else mixing.mix(views.teacher, drawn)
         return Views(seen, shown)
 
     def _recolour(self, student: Tensor, keys: Keys, teacher: Tensor | None) -> Views:
         if self.config.kind == "rrc":
             return self._jitter(student, keys, teacher)
         if self.config.kind == "paper" and self.config.trivial:
-            drawn = trivial_augment.draw(keys, (_OP, _BIN, _SIGN))
-            student, *rest = trivial_augment.apply(student, drawn, teacher)
+            drawn = trivial_augment.draw_operations(keys, (_OP, _BIN, _SIGN))
+            student, *rest = trivial_augment.apply_operations(student, drawn, teacher)
             teacher = rest[0] if rest else None
         return Views(_to_unit(student), None if teacher is None else _to_unit(teacher))
 
@@ -288,7 +288,7 @@ class Augmentation:
         )
         gain = contrast * bright
         factors = np.stack([gain * vivid, gain * (1 - vivid), (1 - contrast) * bright])
-        table = upload(factors.astype(np.float32), student.device)[..., None, None, None]
+        table = copy_to_device(factors.astype(np.float32), student.device)[..., None, None, None]
         pixels = _to_unit(student)
         luma = _luma(pixels)
         shift = table[2] * luma.mean((2, 3), keepdim=True)

@@ -150,7 +150,7 @@ class InMemoryImages:
         if mode == "short":
             raise DataError("images in memory are squares: mode must be 'square' or 'squash'.")
         check_shape(mode)
-        reader = _Reader(source, size, mode)
+        reader = _PixelReader(source, size, mode)
         workers = default_workers() if workers is None else workers
         faults = Faults(len(source), limit=bad_limit, on_bad=on_bad)
         if cache is None:
@@ -168,7 +168,7 @@ class InMemoryImages:
         """Write the set to one file, all or nothing."""
         target = Path(path)
         with atomic_write(target) as file:
-            writer = _Writer(file, self.size, self.mode, self.source_fingerprint)
+            writer = _FileWriter(file, self.size, self.mode, self.source_fingerprint)
             for start in range(0, len(self), _COPY):
                 stop = min(start + _COPY, len(self))
                 chosen = slice(start, stop)
@@ -240,7 +240,7 @@ class _Chunk(NamedTuple):
     bad: list[tuple[str, str]]
 
 
-class _Reader:
+class _PixelReader:
     """Decodes a run of images; picklable."""
 
     def __init__(self, source: ImageSource, size: int, mode: str) -> None:
@@ -279,7 +279,7 @@ class _Reader:
 
 
 def _decode(
-    reader: _Reader, workers: int, faults: Faults, progress: Progress | None
+    reader: _PixelReader, workers: int, faults: Faults, progress: Progress | None
 ) -> InMemoryImages:
     images = np.empty((len(reader.source), 3, reader.size, reader.size), np.uint8)
     ids: list[int] = []
@@ -299,10 +299,10 @@ def _decode(
 
 
 def _decode_to(
-    path: Path, reader: _Reader, workers: int, faults: Faults, progress: Progress | None
+    path: Path, reader: _PixelReader, workers: int, faults: Faults, progress: Progress | None
 ) -> None:
     with atomic_write(path) as file:
-        writer = _Writer(file, reader.size, reader.mode, reader.source.fingerprint())
+        writer = _FileWriter(file, reader.size, reader.mode, reader.source.fingerprint())
         for chunk in reader.chunks(workers, faults, progress):
             writer.add(chunk.images, np.array(chunk.ids, np.int64), chunk.names)
         writer.finish(faults.bad)
@@ -311,7 +311,7 @@ def _decode_to(
 # ------------------------------------------------------------------------------------------- file
 
 
-class _Writer:
+class _FileWriter:
     """Writes a safetensors file front to back, though the number of images is known last."""
 
     def __init__(self, file: IO[bytes], size: int, mode: str, fingerprint: str) -> None:

@@ -20,8 +20,8 @@ from veca.data.index import digest
 from veca.data.mixing import check_pairs
 from veca.data.order import SampleOrder, Stretch
 from veca.data.pool import default_workers
-from veca.data.reader import Piece, Reader, ReadJob, Stream
-from veca.data.resample import Size, upload
+from veca.data.reader import CropReader, CropStream, Piece, ReadJob
+from veca.data.resample import Size, copy_to_device
 from veca.data.sources import Spec, open_source
 from veca.errors import DataError
 
@@ -148,10 +148,10 @@ class Loader:
         self._step = self._position = 0
         self._last: _Request | None = None
         self._planned: list[int] = [0]
-        self._stream: Stream | None = None
-        self._reader: Reader | None = None
+        self._stream: CropStream | None = None
+        self._reader: CropReader | None = None
         if not isinstance(self.source, InMemoryImages):
-            self._reader = Reader(self.source, self.augmentation, self._subset)
+            self._reader = CropReader(self.source, self.augmentation, self._subset)
 
     # -------------------------------------------------------------------------------------- order
 
@@ -314,7 +314,7 @@ class Loader:
                 places = self._subset[places]
             before = time.perf_counter()
             held = self.source.images
-            images = held.index_select(0, upload(places, held.device)).to(self.device)
+            images = held.index_select(0, copy_to_device(places, held.device)).to(self.device)
             if held.device.type != self.device.type:
                 self.waited_s += time.perf_counter() - before
             views = self.augmentation(images, keys, request.size, request.teacher_size)
@@ -370,7 +370,7 @@ class Loader:
     def _restart(self, jobs: Iterator[ReadJob]) -> None:
         if self._stream is None and self._reader is not None:
             pin = self.device.type == "cuda"
-            self._stream = Stream(
+            self._stream = CropStream(
                 self._reader, workers=self.workers, prefetch=self.prefetch, pin=pin
             )
         if self._stream is not None:

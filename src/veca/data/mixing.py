@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.data.draws import Keys, uniform
-from veca.data.resample import upload
+from veca.data.resample import copy_to_device
 from veca.errors import DataError
 
 STREAMS = 6
@@ -49,7 +49,7 @@ def check_pairs(count: int, ranks: int = 1) -> None:
         )
 
 
-def draw(keys: Keys, first: int, mixup: float, cutmix: float) -> Mixture:
+def draw_mixture(keys: Keys, first: int, mixup: float, cutmix: float) -> Mixture:
     """What each sample draws from `STREAMS` streams of its key, from `first` on.
 
     Args:
@@ -71,7 +71,7 @@ def draw(keys: Keys, first: int, mixup: float, cutmix: float) -> Mixture:
     return Mixture(np.where(cut[:, None], boxes, [0.0, 0.0, 1.0, 1.0]), shares)
 
 
-def apply(view: Tensor, mixture: Mixture) -> Tensor:
+def mix(view: Tensor, mixture: Mixture) -> Tensor:
     """The mixed views, from finished ones: float [B, 3, h, w], B even, on any device.
 
     A box holds the pixels whose centres lie in it. A pixel that nothing is mixed into stays as it
@@ -82,7 +82,7 @@ def apply(view: Tensor, mixture: Mixture) -> Tensor:
     # agree; they are small whole numbers, exact in float32.
     bounds = np.ceil(mixture.boxes * [width, height, width, height] - 0.5)
     table = np.concatenate([bounds, mixture.shares[:, None]], axis=1).astype(np.float32)
-    left, top, right, bottom, share = upload(table, view.device)[:, :, None].unbind(1)
+    left, top, right, bottom, share = copy_to_device(table, view.device)[:, :, None].unbind(1)
     along, below = (torch.arange(side, device=view.device) for side in (width, height))
     columns = (along >= left) & (along < right)
     rows = ((below >= top) & (below < bottom)) * share

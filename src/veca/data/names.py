@@ -11,13 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from veca.errors import DataError
+
 
 class Names(Sequence[str]):
     """An immutable sequence of strings, kept as UTF-8 bytes and the end of each."""
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
         if ends.ndim != 1 or text.ndim != 1 or (len(ends) and int(ends[-1]) != len(text)):
-            raise ValueError("names: the bytes and the ends do not belong together")
+            raise DataError("names: the bytes and the ends do not belong together.")
         self.text, self.ends = text, ends
 
     @classmethod

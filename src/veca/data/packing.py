@@ -135,7 +135,7 @@ def parse_bytes(text: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class _Item:
+class _PackedImage:
     index: int
     name: str
     """In the source."""
@@ -162,10 +162,10 @@ class _Encoder:
         self.source, self.size, self.mode = source, size, mode
         self.format, self.quality = format, quality
 
-    def __call__(self, indices: range) -> list[_Item]:
+    def __call__(self, indices: range) -> list[_PackedImage]:
         return [self._encode(index) for index in indices]
 
-    def _encode(self, index: int) -> _Item:
+    def _encode(self, index: int) -> _PackedImage:
         name = self.source.name(index)
         try:
             encoded = EncodedImage.of(self.source, index)
@@ -176,20 +176,20 @@ class _Encoder:
             buffer = io.BytesIO()
             image.save(buffer, self.format, quality=self.quality)
         except BadImageError as error:
-            return _Item(index, name, None, error.reason)
+            return _PackedImage(index, name, None, error.reason)
         except (OSError, ValueError) as error:  # such as a side too long for the format
             if isinstance(error, DataError):
                 raise
-            return _Item(index, name, None, f"cannot be written as {self.format} ({error})")
-        return _Item(index, name, buffer.getvalue(), "")
+            return _PackedImage(index, name, None, f"cannot be written as {self.format} ({error})")
+        return _PackedImage(index, name, buffer.getvalue(), "")
 
-    def items(self, start: int, workers: int) -> Iterator[_Item]:
+    def items(self, start: int, workers: int) -> Iterator[_PackedImage]:
         total = len(self.source)
         pieces = (range(i, min(i + _CHUNK, total)) for i in range(start, total, _CHUNK))
         for chunk in ordered_map(self, pieces, workers):
             yield from chunk
 
-    def member(self, item: _Item) -> str:
+    def member(self, item: _PackedImage) -> str:
         """A unique name without a second dot, which would end the key."""
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", PurePath(item.name).stem)[:64].strip("-")
         return f"{item.index:08d}{'_' if stem else ''}{stem}{FORMATS[self.format]}"
@@ -224,9 +224,9 @@ class _Packer:
             )
 
     def _fill(
-        self, items: Iterator[_Item], total: int, progress: Callable[[int, int], None] | None
+        self, items: Iterator[_PackedImage], total: int, progress: Callable[[int, int], None] | None
     ) -> None:
-        shard: _Shard | None = None
+        shard: _ShardWriter | None = None
         failures: list[dict[str, Any]] = []
         in_a_row = 0
         try:
@@ -248,7 +248,7 @@ class _Packer:
                     self._close(shard, item.index, failures)
                     shard = None
                 if shard is None:
-                    shard = _Shard(self.folder, len(self.manifest["shards"]))
+                    shard = _ShardWriter(self.folder, len(self.manifest["shards"]))
                 shard.add(self.encoder.member(item), item.data)
             if shard is not None or failures:
                 self._close(shard, total, failures)
@@ -260,12 +260,12 @@ class _Packer:
         if progress is not None:
             progress(total, total)
 
-    def _is_full(self, shard: _Shard, size: int) -> bool:
+    def _is_full(self, shard: _ShardWriter, size: int) -> bool:
         if self.settings["per_shard"] is not None:
             return shard.images >= self.settings["per_shard"]
         return shard.bytes + _BLOCK + _padded(size) + _TAIL > self.settings["shard_size"]
 
-    def _close(self, shard: _Shard | None, stop: int, failures: list[dict[str, Any]]) -> None:
+    def _close(self, shard: _ShardWriter | None, stop: int, failures: list[dict[str, Any]]) -> None:
         """Put a shard in place and record it, with all failures before the image at `stop`."""
         if shard is not None:
             first = self.manifest["next"]
@@ -346,7 +346,7 @@ class _Packer:
         )
 
 
-class _Shard:
+class _ShardWriter:
     """A tar file in the making; it has its name only when it is finished."""
 
     def __init__(self, folder: Path, number: int) -> None:

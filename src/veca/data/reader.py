@@ -54,7 +54,7 @@ class Piece(NamedTuple):
     """What makes going on impossible; the views are then worth nothing."""
 
 
-class Reader(Dataset[Piece]):
+class CropReader(Dataset[Piece]):
     """Reads jobs. A bad image is replaced by another, drawn from the sample's own key.
 
     Args:
@@ -122,10 +122,10 @@ class Reader(Dataset[Piece]):
         return [crop_resize(image, box, flip, size) for size in sizes]
 
 
-class Stream:
+class CropStream:
     """Pieces in the order of the jobs, read ahead by worker processes."""
 
-    def __init__(self, reader: Reader, *, workers: int, prefetch: int, pin: bool) -> None:
+    def __init__(self, reader: CropReader, *, workers: int, prefetch: int, pin: bool) -> None:
         self._queue = _Queue()
         self._loader = DataLoader(
             reader,

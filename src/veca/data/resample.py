@@ -24,7 +24,7 @@ from torch import Tensor
 Size = tuple[int, int]
 
 
-def upload(array: NDArray, device: torch.device) -> Tensor:
+def copy_to_device(array: NDArray, device: torch.device) -> Tensor:
     """A small numpy array on `device`, without making the host wait for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
@@ -97,7 +97,7 @@ def _taps(
     support = 2 * np.maximum(np.abs(scale), 1)
     count = min(inside, 2 * math.ceil(support.max(initial=2)) + 1)
     # Positions need more than float32: at pixel 2000 it resolves only a ten-thousandth.
-    line = upload(np.stack([start, scale, support]), like.device)[:, :, None]
+    line = copy_to_device(np.stack([start, scale, support]), like.device)[:, :, None]
     begin, step, reach = line[0], line[1], line[2]
     centre = begin + (torch.arange(outside, device=like.device) + 0.5) * step
     first = (centre - reach + 0.5).floor().clamp(0, inside - count)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca.data.draws import Keys, choice, uniform
-from veca.data.resample import Size, upload
+from veca.data.resample import Size, copy_to_device
 
 OPS = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color",
@@ -33,7 +33,7 @@ _SIGNED = {*_MOVES, "Brightness", "Color", "Contrast", "Sharpness"}
 _FIXED = 65536.0  # Pillow walks affine maps in 16.16 fixed point
 
 
-class Draw(NamedTuple):
+class DrawnOperations(NamedTuple):
     """What happens to each image."""
 
     ops: NDArray[np.int64]
@@ -43,12 +43,12 @@ class Draw(NamedTuple):
     threshold; 0 for operations without a strength."""
 
 
-def draw(keys: Keys, streams: tuple[int, int, int]) -> Draw:
+def draw_operations(keys: Keys, streams: tuple[int, int, int]) -> DrawnOperations:
     """Operation, bin and direction of each sample, from three streams of its key."""
     ops = choice(keys, streams[0], len(OPS))
     values = _STRENGTHS[ops, choice(keys, streams[1], BINS)]
     negative = (uniform(keys, streams[2]) < 0.5) & np.isin(ops, _places(*_SIGNED))
-    return Draw(ops, np.where(negative, -values, values))
+    return DrawnOperations(ops, np.where(negative, -values, values))
 
 
 def _strengths() -> NDArray[np.float64]:
@@ -72,7 +72,9 @@ def _places(*names: str) -> list[int]:
 _STRENGTHS = _strengths()
 
 
-def apply(student: Tensor, drawn: Draw, teacher: Tensor | None = None) -> tuple[Tensor, ...]:
+def apply_operations(
+    student: Tensor, drawn: DrawnOperations, teacher: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """The augmented views, uint8: (student,) or (student, teacher).
 
     Args:
@@ -87,7 +89,7 @@ def apply(student: Tensor, drawn: Draw, teacher: Tensor | None = None) -> tuple[
         np.flatnonzero(np.isin(drawn.ops, _places(*names)))
         for names in (_MOVES, _TABLES, ("Color",), ("Sharpness",))
     ]
-    rows = upload(np.concatenate(groups), student.device)
+    rows = copy_to_device(np.concatenate(groups), student.device)
     begin = 0
     for kind, group in enumerate(groups):
         chosen = rows[begin : begin + len(group)]
@@ -117,7 +119,7 @@ def apply(student: Tensor, drawn: Draw, teacher: Tensor | None = None) -> tuple[
 def _move(images: Tensor, ops: NDArray, values: NDArray, reference: Size) -> Tensor:
     """Shear from the top left corner, shift, or turn about the centre; strengths in `reference`."""
     height, width = images.shape[2:]
-    fixed = upload(_matrices(ops, values, reference, (height, width)), images.device)
+    fixed = copy_to_device(_matrices(ops, values, reference, (height, width)), images.device)
     along = torch.arange(width, device=images.device, dtype=torch.int32)
     down = torch.arange(height, device=images.device, dtype=torch.int32)[:, None]
     a, b, c, d, e, f = (fixed[:, i, None, None] for i in range(6))
@@ -174,17 +176,17 @@ def _tables(images: Tensor, ops: NDArray, values: NDArray) -> Tensor:
         group = np.flatnonzero(ops == OPS.index(name))
         if not len(group):
             continue
-        rows = upload(group, device)
+        rows = copy_to_device(group, device)
         if name == "Brightness":
             table = _blend(torch.zeros_like(ramp), ramp, _factors(values[group], device))[:, None]
         elif name == "Contrast":
             mean = _grey_mean(images.index_select(0, rows))
             table = _blend(mean, ramp, _factors(values[group], device))[:, None]
         elif name == "Posterize":
-            mask = upload(256 - 2 ** (8 - values[group].astype(np.int64)), device)[:, None]
+            mask = copy_to_device(256 - 2 ** (8 - values[group].astype(np.int64)), device)[:, None]
             table = (ramp & mask)[:, None]
         elif name == "Solarize":
-            threshold = upload(values[group].astype(np.float32), device)[:, None]
+            threshold = copy_to_device(values[group].astype(np.float32), device)[:, None]
             table = torch.where(ramp < threshold, ramp, 255 - ramp)[:, None]
         elif name == "AutoContrast":
             table = _stretch(images.index_select(0, rows), ramp)
@@ -230,7 +232,7 @@ def _blend(dull: Tensor, image: Tensor, factor: Tensor) -> Tensor:
 
 def _factors(values: NDArray, device: torch.device) -> Tensor:
     """[n, 1]; added in double precision, then rounded, as a call of Pillow from Python does."""
-    return upload((1 + values).astype(np.float32), device)[:, None]
+    return copy_to_device((1 + values).astype(np.float32), device)[:, None]
 
 
 def _grey(images: Tensor) -> Tensor:

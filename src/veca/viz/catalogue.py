@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from veca._util.files import place_for
+from veca.checks import check_layers
 from veca.errors import InputError, suggest
 from veca.images import EXTENSIONS
 from veca.model import Veca
@@ -18,7 +19,7 @@ from veca.viz.figure import FORMATS, Figure, check_format
 from veca.viz.numbers import draw_numbers, measure, write_csv
 from veca.viz.project import METHODS
 from veca.viz.similarity import Point, draw_agreement, draw_similarity
-from veca.viz.view import View, check_budgets, check_layers, unique_names
+from veca.viz.view import View, check_budgets, unique_names
 
 _WRITTEN = tuple(f".{name}" for name in FORMATS)
 # Nobody means a folder by a name such as x.jpg, so it is refused where figures cannot be that.
@@ -57,7 +58,7 @@ class Options:
     def check(self, model: Veca) -> None:
         """Refuse budgets and layers that a model does not have, before any work is done."""
         check_budgets(model, self.cores)
-        check_layers(model, self.layers)
+        check_layers(self.layers, model.config.depth)
 
 
 class NamedFigure(NamedTuple):

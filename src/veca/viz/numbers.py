@@ -210,7 +210,7 @@ def summary(found: Sequence[Verdict], fresh: bool) -> str:
     return f"These weights show {shown} of {len(found)} published behaviours."
 
 
-def table(
+def text_table(
     rows: Sequence[Numbers], layers: Sequence[int] | None = None
 ) -> tuple[list[str], list[list[str]]]:
     """A header and rows of text; `layers` picks some."""

@@ -141,7 +141,7 @@ def add_numbers(
     picture = add_figure(
         page, numbers.draw_numbers(rows), folder / "numbers.png", "Numbers behind the pictures"
     )
-    page.table(*numbers.table(rows, layers))
+    page.table(*numbers.text_table(rows, layers))
     page.text(
         "Means over cores and photos. Coverage: effective share of the patches that a core looks "
         "at. Radius: of what it looks at, in half sides of the image. Roundness: short over long "

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.checks import check_budget
-from veca.errors import InputError, whole
+from veca.checks import check_budget, check_layers
+from veca.errors import InputError
 from veca.images import Size, Source, read_image
 from veca.model import Veca, evaluating
 
@@ -108,7 +108,7 @@ class View:
 
     def states(self, cores: int | None, layer: int) -> Tensor:
         """The cores after a layer (1..L), [C, D'], through the final norm."""
-        check_layers(self.model, [layer])
+        check_layers([layer], self.model.config.depth)
         return self.run(cores).states[layer - 1]
 
     def attention(
@@ -149,15 +149,6 @@ def check_budgets(model: Veca, cores: Sequence[int] | None) -> list[int]:
     if not cores:
         raise InputError("no budgets were given; a figure needs at least one, such as 32.")
     return [check_budget(c, model.config.num_cores) for c in cores]
-
-
-def check_layers(model: Veca, layers: Sequence[int] | None) -> None:
-    """Refuse layers that a model does not have."""
-    depth = model.config.depth
-    for layer in layers or ():
-        number = whole(layer)
-        if number is None or not 1 <= number <= depth:
-            raise InputError(f"layers are numbered 1 to {depth}, got {layer!r}.")
 
 
 def default_layers(model: Veca, count: int = 4) -> list[int]:
