@@ -74,7 +74,7 @@ def run_embed(folder: Path, options: Any) -> int:
         weights=folder / "weights",
         cores=options.cores,
         size=(options.side, options.side),
-        batch=options.batch,
+        batch_size=options.batch,
         workers=options.threads,
         threads=options.threads,
     )
@@ -119,7 +119,7 @@ def run_decoder(folder: Path, options: Any) -> int:
         fast_jpeg=False,
         patches=False,
         dtype="float16",
-        batch=options.batch,
+        batch_size=options.batch,
         shard_rows=2048,
     )
     source = open_source(folder / "images")

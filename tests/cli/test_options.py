@@ -67,12 +67,14 @@ def test_embed(reached, photos, tmp_path):
     assert reached(
         "veca.embed.embed", "embed", photos, "--out", tmp_path / "out", "--weights", "w",
         "--cores", 3, "--size", "native", "--patches", "--dtype", "float32", "--precision",
-        "bfloat16", "--batch", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
+        "bfloat16", "--batch-size", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
         "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
+        "--strict", "--overwrite",
     ) == {
         "weights": "w", "cores": 3, "size": None, "patches": True, "dtype": "float32",
-        "precision": "bfloat16", "batch": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
+        "precision": "bfloat16", "batch_size": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
         "device": "cpu", "threads": 1, "engine": "ray", "address": "here", "retry_failed": True,
+        "on_error": "raise", "overwrite": True,
     }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def embed(weights: Path):
     pytest.importorskip("pyarrow")
     from veca.embed import embed
 
-    options = {"size": (32, 48), "cores": 4, "batch": 4, "shard_rows": 8, "workers": 0}
+    options = {"size": (32, 48), "cores": 4, "batch_size": 4, "shard_rows": 8, "workers": 0}
     return partial(embed, **{"weights": weights, "dtype": "float32", "threads": 1, **options})
 
 

@@ -46,7 +46,7 @@ def test_rows_are_the_models_features_in_the_order_of_the_source(embed, images, 
 
 
 def test_a_batch_is_computed_as_the_plain_model_computes_it(embed, images, weights, tmp_path):
-    embed(images, tmp_path / "out", batch=4)
+    embed(images, tmp_path / "out", batch_size=4)
     names, cls = read_embeddings(tmp_path / "out")
     batch, model = veca.preprocess(names[:4], size=(32, 48)), veca.load(weights)
     with torch.inference_mode():
@@ -178,7 +178,7 @@ def kill(done, total):
     if done >= at * total:
         os.kill(os.getpid(), signal.SIGKILL)
 
-embed(images, out, weights=weights, size=(32, 48), cores=4, batch=4, shard_rows=8, workers=2,
+embed(images, out, weights=weights, size=(32, 48), cores=4, batch_size=4, shard_rows=8, workers=2,
       threads=2, dtype="float32", patches=True, progress=kill)
 """
 
@@ -366,7 +366,7 @@ def test_no_readable_image_at_all(embed, tmp_path):
         ({"size": 64}, r"size: \[32, 48\] there, 64 now"),
         ({"patches": True}, "patches: false there, true now"),
         ({"dtype": "float16"}, "dtype"),
-        ({"batch": 5}, "batch: 4 there, 5 now"),
+        ({"batch_size": 5}, "batch: 4 there, 5 now"),
         ({"shard_rows": 9}, "shard_rows: 8 there, 9 now"),
     ],
 )
@@ -451,7 +451,7 @@ def test_bad_input_leaves_nothing(embed, images, tiny, tmp_path, monkeypatch):
         (images, {"size": 8}, ImageError, "below one patch"),
         (images, {"dtype": "float8"}, InputError, "unknown dtype"),
         (images, {"precision": "int8"}, InputError, "unknown precision"),
-        (images, {"batch": 0}, InputError, "batch must be"),
+        (images, {"batch_size": 0}, InputError, "batch_size must be"),
         (images, {"shard_rows": 1.5}, InputError, "shard_rows must be"),
         (images, {"workers": -1}, InputError, "workers must be"),
         (images, {"engine": "spark"}, InputError, "unknown engine"),

@@ -20,6 +20,26 @@ from veca.cli.common import (
     say_passed_over,
 )
 
+Images = Annotated[
+    list[str],
+    typer.Argument(
+        help="Image files, folders (with subfolders), .txt lists, .tar shards and patterns."
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="Of the written features: float16, float32.")]
+Precision = Annotated[
+    str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
+]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Start over: remove what earlier runs wrote to OUT.")
+]
+
 
 class Engine(str, Enum):
     local = "local"
@@ -27,10 +47,7 @@ class Engine(str, Enum):
 
 
 def embed(
-    source: Annotated[
-        list[str],
-        typer.Argument(help="A folder, a .txt list, .tar shards or a pattern; several are joined."),
-    ],
+    sources: Images,
     out: Annotated[Path, typer.Option(help="Folder for the Parquet shards.")],
     weights: Weights = "veca_tiny_patch16",
     cores: Cores = None,
@@ -38,15 +55,9 @@ def embed(
     patches: Annotated[
         bool, typer.Option("--patches", help="Store the patch grid beside the cls features.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="Of the stored features: float16, float32.")] = (
-        "float16"
-    ),
-    precision: Annotated[
-        str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
-    ] = "float32",
-    batch: Annotated[
-        int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
-    ] = 32,
+    dtype: Dtype = "float16",
+    precision: Precision = "float32",
+    batch_size: BatchSize = 32,
     workers: Annotated[
         int | None,
         typer.Option(
@@ -81,16 +92,23 @@ def embed(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Do shards again that list failures.")
     ] = False,
+    strict: Strict = False,
+    overwrite: Overwrite = False,
+    batch: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
 ) -> None:
     """Embed a whole collection into Parquet shards; run it again to go on after a stop.
 
     veca embed photos/ --out vectors/ --weights my-weights --cores 32
     """
+    from veca._util.files import place_for
     from veca._util.progress import progress_bar
-    from veca.data import open_source
     from veca.embed import embed as embed_collection
+    from veca.embed.plan import images_for
 
-    images = open_source(source[0] if len(source) == 1 else source)
+    if batch is not None:
+        typer.echo("veca: --batch is now called --batch-size", err=True)
+        batch_size = batch
+    images = images_for(place_for(out), sources, overwrite=overwrite)
     say_passed_over(getattr(images, "passed_over", {}))
     with progress_bar("embedding", console) as update:
         report = embed_collection(
@@ -102,7 +120,7 @@ def embed(
             patches=patches,
             dtype=dtype,
             precision=precision,
-            batch=batch,
+            batch_size=batch_size,
             shard_rows=shard_rows,
             fast_jpeg=fast_jpeg,
             # With ray the devices are the cluster's.
@@ -112,6 +130,8 @@ def embed(
             threads=threads,
             address=address,
             retry_failed=retry_failed,
+            on_error="raise" if strict else "skip",
+            overwrite=overwrite,
             progress=update,
         )
     if report.computed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +18,13 @@ from veca.cli.common import (
     pick_device,
     say_passed_over,
 )
+from veca.cli.embed import BatchSize, Dtype, Images, Overwrite, Precision, Strict
 
 _SHOWN_FAILURES = 10
 
 
 def features(
-    sources: Annotated[
-        list[str], typer.Argument(help="Image files, folders (with subfolders) and patterns.")
-    ],
+    sources: Images,
     out: Annotated[
         Path,
         typer.Option(
@@ -44,12 +42,9 @@ def features(
     format: Annotated[
         str | None, typer.Option(help="npz or safetensors.", show_default="npz")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the written features: float16, float32.")] = (
-        "float16"
-    ),
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
-    ] = 16,
+    dtype: Dtype = "float16",
+    precision: Precision = "float32",
+    batch_size: BatchSize = 16,
     device: Device = "auto",
     threads: Threads = None,
     workers: Annotated[
@@ -62,12 +57,8 @@ def features(
             help="The folder that names start from.", show_default="what all images share"
         ),
     ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start over: remove what earlier runs wrote to OUT.")
-    ] = False,
+    strict: Strict = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Compute the features of images and write them to disk.
 
@@ -78,22 +69,21 @@ def features(
     from veca._util.files import printable
     from veca._util.progress import progress_bar
     from veca.embed import extract
-    from veca.images import find_images
-    from veca.weights import load
+    from veca.embed.embedding import load_model
+    from veca.embed.sources import open_images
 
     wanted = [part.strip() for part in what.split(",") if part.strip()]
     pixels = parse_size(size)
-    others = Counter[str]()
-    found = find_images(sources, passed_over=others)  # before the weights: they may take a download
-    say_passed_over(others)
+    images = open_images(sources)  # before the weights: they may take a download
+    say_passed_over(getattr(images, "passed_over", {}))
     if threads is not None:
         torch.set_num_threads(threads)
-    model = load(weights, device=pick_device(device))
+    model, _ = load_model(weights, pick_device(device), precision)
 
     with progress_bar("features", console) as update:
         summary = extract(
             model,
-            found,
+            images,
             out,
             cores=cores,
             size=pixels,

@@ -48,6 +48,7 @@ def run(
     threads: int | None,
     device: str,
     address: str | None,
+    strict: bool,
     on_images: Callable[[int], None],
 ) -> Iterator[ShardRecord]:
     """Work through `shards` on a cluster; yields each when it is on the disk, in any order."""
@@ -67,6 +68,7 @@ def run(
                 "folder": str(folder.absolute()),
                 "device": place,
                 "cpus": cpus,
+                "strict": strict,
             }
         )
         # One shard a block, and so a task.
@@ -108,6 +110,7 @@ class _Worker:
         self._source: ImageSource = given["source"]
         self._folder = Path(given["folder"])
         self._cpus: int = given["cpus"]
+        self._strict: bool = given["strict"]
         device = torch.device(given["device"])
         dtype: torch.dtype = getattr(torch, self._settings.precision)
         model = create_model(self._settings.model_config)
@@ -129,6 +132,7 @@ class _Worker:
                 # Threads: a Ray worker should not fork.
                 decode_ahead=partial(read_ahead, workers=self._cpus, ahead=4 * self._cpus),
                 at_once=self._at_once,
+                strict=self._strict,
             )
             done |= {"rows": record.rows, "failures": json.dumps(record.failures)}
         except VecaError as error:  # as a row: Ray would bury it under tracebacks and try again

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from veca._util.threads import batches_at_once
 from veca.checks import check_model
 from veca.data import pool
 from veca.data.sources import ImageSource
-from veca.embed.plan import GONE, Plan, images_for, locked, open_plan
+from veca.embed.plan import GONE, Plan, images_for, locked, open_plan, remove_embeddings
 from veca.embed.settings import Settings
 from veca.embed.shards import compute_for, embed_shards
 from veca.embed.sources import Sources
@@ -30,6 +31,7 @@ from veca.model import Veca, evaluating
 from veca.weights import load
 
 ENGINES = ("local", "ray")
+ON_ERROR = ("skip", "raise")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -67,7 +69,7 @@ def embed(
     patches: bool = False,
     dtype: str = "float16",
     precision: str = "float32",
-    batch: int = 32,
+    batch_size: int = 32,
     shard_rows: int = 2048,
     fast_jpeg: bool = False,
     device: str | torch.device = "cpu",
@@ -76,7 +78,10 @@ def embed(
     threads: int | None = None,
     address: str | None = None,
     retry_failed: bool = False,
+    on_error: str = "skip",
+    overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    batch: int | None = None,
 ) -> EmbedReport:
     """Embed every image of a source into Parquet shards; run it again to go on after a stop.
 
@@ -87,8 +92,8 @@ def embed(
     by its path, so one that has changed or is gone keeps its row.
 
     Args:
-        source: a folder, a .txt list, .tar shards, a pattern, a sequence of these or an
-            `ImageSource`; see `veca.data.open_source`.
+        source: files, folders (with their subfolders), lists, tar shards and patterns; see
+            `veca.embed.sources`. Or an `ImageSource`.
         out: a new folder, or one that an earlier run with the same settings has begun.
         weights: a name, a folder, a .safetensors file, a hub id, or a model.
         cores: the budget; by default the whole bank.
@@ -98,7 +103,7 @@ def embed(
         dtype: "float16" or "float32", of the stored features.
         precision: what the model computes in: "float32", "bfloat16" or "float16". A model passed
             as `weights` computes in its own.
-        batch: images of one size that are computed together, at most.
+        batch_size: images of one size that are computed together, at most.
         shard_rows: images in a shard, at most; a run that is killed loses less than one of them
             (with Ray, less than one a worker).
         fast_jpeg: decode JPEG files much larger than `size` at a half, a quarter or an eighth of
@@ -112,17 +117,25 @@ def embed(
         threads: CPU threads of the model, each with a batch of its own; by default torch's number.
         address: the Ray cluster; by default $RAY_ADDRESS, or a new one on this machine.
         retry_failed: do shards again that list failures, after their images were repaired.
+        on_error: "skip" lists images that cannot be read and goes on; "raise" stops at the first.
+        overwrite: start over: remove what earlier runs wrote to `out`.
         progress: called with (images done, images in all) as the work goes on.
+        batch: the name of `batch_size` in 0.1.
 
     Raises:
         DataError: the source is missing or empty, or 100 images in a row cannot be read.
-        ImageError: not one image could be read.
+        ImageError: not one image could be read (or one could not, with "raise").
         InputError: an option that cannot be, or `out` was made with other settings or images.
         OutputError: `out` cannot be written, or holds something else.
         MissingExtraError: pyarrow or ray is not installed.
     """
     start = time.perf_counter()
     folder = place_for(out)
+    if batch is not None:
+        warnings.warn("embed(batch=) is now embed(batch_size=)", DeprecationWarning, stacklevel=2)
+        batch_size = batch
+    if on_error not in ON_ERROR:
+        raise InputError(f"unknown on_error {suggest(str(on_error), ON_ERROR)}")
     if engine not in ENGINES:
         raise InputError(f"unknown engine {suggest(str(engine), ENGINES)}")
     needed, purpose, extra = ["pyarrow", "pyarrow.parquet"], "veca embed", "embed"
@@ -134,9 +147,10 @@ def embed(
         workers = at_least("workers", workers, least=1 if engine == "ray" else 0)
     if threads is not None:
         threads = at_least("threads", threads)
-    images = images_for(folder, source)  # before the weights, which may take a download
+    # Before the weights, which may take a download.
+    images = images_for(folder, source, overwrite=overwrite)
     # With Ray the model runs on the cluster; here it is only packed up.
-    model, weights_from = _model(weights, "cpu" if engine == "ray" else device, precision)
+    model, weights_from = load_model(weights, "cpu" if engine == "ray" else device, precision)
     settings = Settings.of(
         model,
         cores=cores,
@@ -144,10 +158,12 @@ def embed(
         fast_jpeg=fast_jpeg,
         patches=patches,
         dtype=dtype,
-        batch=batch,
+        batch_size=batch_size,
         shard_rows=shard_rows,
     )
     with locked(folder):
+        if overwrite:
+            remove_embeddings(folder)
         plan, added = open_plan(folder, images, settings, weights_from=weights_from)
         state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
         if state.left:
@@ -160,6 +176,7 @@ def embed(
                 threads=threads,
                 device=str(device),
                 address=address,
+                strict=on_error == "raise",
             )
             with evaluating(model), closing(records):  # type: ignore[type-var]
                 for record in records:
@@ -182,7 +199,7 @@ def embed(
     )
 
 
-def _model(
+def load_model(
     weights: str | os.PathLike[str] | Veca, device: str | torch.device, precision: str
 ) -> tuple[Veca, str | None]:
     """The model, and where its weights were found, so that a search can load them again."""
@@ -206,6 +223,7 @@ def _engine(
     threads: int | None,
     device: str,
     address: str | None,
+    strict: bool,
 ) -> Iterator[ShardRecord]:
     if engine == "ray":
         from veca.embed import cluster
@@ -221,6 +239,7 @@ def _engine(
             threads=threads,
             device=device,
             address=address,
+            strict=strict,
             on_images=state.count,
         )
     compute = compute_for(model, state.settings)
@@ -234,6 +253,7 @@ def _engine(
         state.folder,
         decode_ahead=partial(pool.ordered_map, workers=workers),
         at_once=batches_at_once(compute.device, threads),
+        strict=strict,
         on_images=state.count,
     )
 

@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from veca._util.files import atomic_write, atomic_write_json, exclusive, output_errors
 from veca.data.index import load_arrays
 from veca.data.names import Names
-from veca.data.sources import ImageSource, open_source
+from veca.data.sources import ImageSource
 from veca.embed.settings import LAYOUT, Settings
 from veca.embed.sources import Sources, open_images
+from veca.embed.writers import FAILURES
 from veca.embed.writers.parquet import MANIFEST, SHARDS, Shard, read_manifest
 from veca.errors import InputError, OutputError
 from veca.version import __version__
@@ -64,15 +65,24 @@ class Plan:
         return self.places[shard.part][shard.start : shard.stop]
 
 
-def images_for(folder: Path, sources: Sources) -> ImageSource:
+def images_for(folder: Path, sources: Sources, *, overwrite: bool = False) -> ImageSource:
     """The images of a source, found as the run found them that began the folder.
 
     A folder of 0.1 does not say how: then links to folders were followed, and images that a run
     adds came in the order of their paths.
     """
-    if (folder / MANIFEST).exists() and "order" not in read_manifest(folder)[1]:
-        return open_source(sources)  # type: ignore[arg-type]
-    return open_images(sources)
+    goes_on = (folder / MANIFEST).exists() and not overwrite
+    return open_images(sources, natural=not goes_on or "order" in read_manifest(folder)[1])
+
+
+def remove_embeddings(folder: Path) -> None:
+    """Remove what earlier runs wrote to a folder of embeddings, and nothing else."""
+    if not (folder / MANIFEST).exists():
+        return
+    ours = ("shards/part-*.parquet", f"{PLAN}/[0-9]*.npz", "index-*.usearch", FAILURES, MANIFEST)
+    with output_errors(folder):
+        for path in [path for pattern in ours for path in sorted(folder.glob(pattern))]:
+            path.unlink()
 
 
 def open_plan(

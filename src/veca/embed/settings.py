@@ -48,7 +48,7 @@ class Settings:
         fast_jpeg: bool,
         patches: bool,
         dtype: str,
-        batch: int,
+        batch_size: int,
         shard_rows: int,
     ) -> Settings:
         """Check what a user asked for."""
@@ -64,7 +64,7 @@ class Settings:
             patches=bool(patches),
             dtype=dtype,
             precision=str(next(model.parameters()).dtype).removeprefix("torch."),
-            batch=at_least("batch", batch),
+            batch=at_least("batch_size", batch_size),
             shard_rows=at_least("shard_rows", shard_rows),
         )
 

@@ -25,7 +25,7 @@ from veca.embed.plan import GONE, Plan
 from veca.embed.settings import Settings
 from veca.embed.writers import Result
 from veca.embed.writers.parquet import ParquetWriter, Row, Shard, ShardRecord
-from veca.errors import BadImageError, DataError, VecaError
+from veca.errors import BadImageError, DataError, ImageError, VecaError
 from veca.images import MAX_PIXELS, target_size
 from veca.model import Veca
 
@@ -116,17 +116,21 @@ def embed_shards(
     *,
     decode_ahead: DecodeAhead,
     at_once: int,
+    strict: bool = False,
     on_images: Callable[[int], None] = lambda count: None,
 ) -> Iterator[ShardRecord]:
     """Work through some shards, in order; yields each when it is on the disk.
 
     Args:
         at_once: batches computed at the same time, each by one thread.
+        strict: stop at the first image that cannot be read.
         on_images: called with the number of images that were just finished.
     """
     writer = ParquetWriter(folder, settings, shards)
 
     def fail(row: Row, reason: str) -> None:
+        if strict and reason != NOT_THERE:
+            raise ImageError(f"{row.name}: {reason}")
         writer.fail(row, reason)
         on_images(1)
 
@@ -153,7 +157,7 @@ def embed_shards(
                 writer.add(batch)
                 on_images(len(batch))
                 yield from writer.finished()
-        except DataError as error:  # what was read before it is still good
+        except (DataError, ImageError) as error:  # what was read before it is still good
             trouble = error
         writer.finish()
         yield from writer.finished()

@@ -22,17 +22,17 @@ Source: TypeAlias = "str | os.PathLike[str]"
 Sources: TypeAlias = "Source | ImageSource | Iterable[Source | ImageSource]"
 
 
-def open_images(sources: Sources) -> ImageSource:
-    """Find the images; `veca.data.open_source` says what a source can be.
+def open_images(sources: Sources, *, natural: bool = True) -> ImageSource:
+    """Find the images; `veca.data.open_source` says what a source can be, and `natural`.
 
     Raises:
         SourceError: a source is missing, holds no images or cannot be read.
     """
     try:
         if isinstance(sources, (str, os.PathLike, ImageSource)):
-            return open_source(sources, natural=True)
+            return open_source(sources, natural=natural)
         parts = list(sources)
-        return open_source(parts[0] if len(parts) == 1 else parts, natural=True)
+        return open_source(parts[0] if len(parts) == 1 else parts, natural=natural)
     except DataError as error:
         raise SourceError(str(error)) from error
 

@@ -67,6 +67,7 @@ class FolderWriter:
         self.failures_path = out / FAILURES
         self._is_new, self._has_files = not manifest, False
         self._out, self._format, self._fingerprint = out, format, fingerprint
+        self._folders: set[Path] = set()
         self._writes = BackgroundWrites(4, most=16)
         self._stats: dict[int, tuple[int, int]] = {}  # of images, by place, before they were read
         with contextlib.ExitStack() as stack:
@@ -115,6 +116,11 @@ class FolderWriter:
 
     def add(self, results: Sequence[Result[NamedImage]]) -> None:
         for result in results:
+            folder = self._path_of(result.item).parent
+            if folder not in self._folders:  # here: threads would undo each other's when they fail
+                with output_errors(folder):
+                    self._stack.enter_context(folder_to_fill(folder))
+                self._folders.add(folder)
             self._writes.submit(self._write, result)
 
     def fail(self, item: NamedImage, reason: str) -> None:
