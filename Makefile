@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread: on a busy machine several that wait for each other are many times slower.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test test-fast coverage lint docs build lowest clean
+.PHONY: run test test-fast coverage research-test lint docs build lowest clean
 
 run: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
@@ -18,6 +18,9 @@ test-fast: $(VENV)/.installed-dev  # under two minutes on two cores
 
 coverage: $(VENV)/.installed-dev
 	$(TEST) --cov --cov-report=term --cov-report=markdown:coverage.md
+
+research-test: $(VENV)/.installed-dev  # the laboratory, which gates nothing
+	$(TEST) research/tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

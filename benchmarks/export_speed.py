@@ -21,6 +21,7 @@ import torch
 
 import veca
 from benchmarks.common import print_table, write_csv
+from benchmarks.rows import RESULTS
 from veca.bench import BenchPlan, take_turns
 from veca.export import ANY, export_model
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pixels", type=int, default=512)
     parser.add_argument("--cores", default="8,64")
     parser.add_argument("--seconds", type=float, default=30.0, help="for each budget")
+    parser.add_argument("--out", type=Path, default=RESULTS)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -57,5 +59,5 @@ def run(options: argparse.Namespace) -> None:
             times = take_turns(contenders, BenchPlan(seconds=options.seconds))
             medians = {name: statistics.median(ms) for name, ms in times.items()}
             rows.append({"pixels": options.pixels, "cores": cores, "threads": 1, **medians})
-    write_csv("export_speed", rows, device="cpu")
+    write_csv("export_speed", rows, options.out, device="cpu")
     print_table(rows)

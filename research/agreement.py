@@ -29,7 +29,7 @@ from veca.data import AugmentConfig, InMemoryImages, Loader
 from veca.data.decode import EncodedImage, shaped
 from veca.dense import DenseVit
 from veca.distill import DistillConfig, load_config
-from veca.distill.data import Data, open_data
+from veca.distill.data import ImageSplit, open_data
 from veca.distill.parallel import World
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import TargetStatistics, find_targets
@@ -191,7 +191,7 @@ def held_out_places(config: DistillConfig) -> tuple[Any, Sequence[int]]:
     return data.validation, everything if data.validation_subset is None else data.validation_subset
 
 
-def split(config: DistillConfig) -> Data:
+def split(config: DistillConfig) -> ImageSplit:
     """What runs with these settings train on and what they hold out; nothing is decoded."""
     return open_data(dataclasses.replace(config.data, in_memory=False), World())
 

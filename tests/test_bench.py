@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+import veca.bench
 from veca import Veca, VecaConfig
 from veca.bench import (
     BenchPlan,
@@ -248,3 +249,11 @@ class TestReport:
         with pytest.raises(MissingExtraError, match=r"veca\[viz\]"):
             plot(tmp_path / "b.png", [row()], machine())
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("old", "new"), [("Plan", BenchPlan), ("Row", BenchRow)])
+def test_names_of_0_1_still_work_and_say_the_new_ones(old, new):
+    with pytest.warns(DeprecationWarning, match=f"veca.bench.{old} is called {new.__name__}"):
+        assert getattr(veca.bench, old) is new
+    with pytest.raises(AttributeError, match="nothing"):
+        veca.bench.nothing  # noqa: B018

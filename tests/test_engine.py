@@ -50,6 +50,16 @@ def test_only_the_last_shapes_stay_prepared(tiny):
     assert list(engine._prepared) == [(1, 2, 3, 2), (1, 2, 2, 4)]
 
 
+def test_an_engine_says_what_it_is():
+    model = create_model("tiny").eval()
+    engine = compile_for_inference(model, dtype=torch.bfloat16)
+    assert engine.name == "veca_tiny_patch16"
+    assert (engine.device, engine.dtype) == (torch.device("cpu"), torch.bfloat16)
+    assert (engine.num_features, engine.embed_dim, engine.patch_size) == (192, 192, 16)
+    facts = '"veca_tiny_patch16", 12 layers, width 192, 64 cores, patch 16, cpu bfloat16'
+    assert repr(engine) == f"InferenceEngine({facts})"
+
+
 def test_later_changes_of_the_model_do_not_reach_the_engine(tiny):
     engine = compile_for_inference(tiny)
     images = torch.randn(1, 3, 32, 32)

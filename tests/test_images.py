@@ -9,8 +9,10 @@ import time
 import warnings
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+import veca
+from veca import VecaConfig
 from veca.errors import ImageError
 from veca.images import (
     EXTENSIONS,
@@ -852,6 +856,66 @@ def test_skip_does_not_hide_a_wrong_option() -> None:
     ):
         with pytest.raises(ImageError, match=message):
             preprocess(["missing.png"], **options)
+
+
+OTHER = VecaConfig(
+    depth=1, width=32, heads=2, num_cores=4, patch_size=14,
+    image_mean=(0.5, 0.4, 0.3), image_std=(0.5, 0.25, 0.2),
+)  # fmt: skip
+"""Weights that want nothing of what is usual."""
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: OTHER,
+        lambda: veca.create_model(OTHER),
+        lambda: veca.DenseVit(OTHER),
+        lambda: veca.compile_for_inference(veca.create_model(OTHER).eval()),
+        lambda: torch.compile(veca.create_model(OTHER)),
+    ],
+    ids=["config", "model", "dense", "engine", "compiled"],
+)
+@pytest.mark.parametrize("fit", ["resize", "pad"])
+def test_a_model_says_how_its_images_are_made(build: Callable[[], Any], fit: str) -> None:
+    image = noise(45, 60)
+    expected = preprocess(
+        image, 28, fit=fit, patch_size=14, mean=OTHER.image_mean, std=OTHER.image_std
+    )
+    model = build()
+    found = [preprocess(image, 28, fit=fit, model=model)]
+    found += [model.preprocess(image, size=28, fit=fit)] if model is not OTHER else []
+    for out in found:
+        assert torch.equal(out.pixels, expected.pixels)
+        assert (out.grid, out.valid) == (expected.grid, expected.valid)
+    assert not torch.equal(preprocess(image, 28, patch_size=14, fit=fit).pixels, expected.pixels)
+
+
+def test_what_is_said_wins_over_the_model() -> None:
+    image = noise(28, 42)
+    plain = to_tensor(image)[None]
+    for options, expected in (
+        ({"mean": (0, 0, 0), "std": (1, 1, 1)}, plain),
+        ({"mean": (0, 0, 0)}, normalize(plain, (0, 0, 0), OTHER.image_std)),
+        ({"std": (1, 1, 1)}, normalize(plain, OTHER.image_mean, (1, 1, 1))),
+    ):
+        torch.testing.assert_close(preprocess(image, model=OTHER, **options).pixels, expected)
+    assert preprocess(image, model=OTHER).grid == (2, 3)
+    assert preprocess(image, model=OTHER, patch_size=7).grid == (4, 6)
+
+
+def test_without_a_model_images_are_imagenets() -> None:
+    image = noise(32, 48)
+    out = preprocess(image)
+    assert torch.equal(out.pixels[0], normalize(to_tensor(image), IMAGENET_MEAN, IMAGENET_STD))
+    assert out.grid == (2, 3)
+    assert torch.equal(out.pixels, preprocess(image, model=VecaConfig()).pixels)
+
+
+@pytest.mark.parametrize("model", ["tiny", torch.nn.Linear(2, 2), 16])
+def test_what_is_no_model_is_named(model: object) -> None:
+    with pytest.raises(ImageError, match=rf"got {type(model).__name__}; pass veca\.load\("):
+        preprocess(noise(32, 32), model=model)
 
 
 def test_no_images_at_all() -> None:

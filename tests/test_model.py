@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -510,3 +511,50 @@ def test_reset_parameters_starts_the_steps_of_the_cores_anew(tiny):
 def test_training_does_not_look_at_the_pixels(tiny, monkeypatch):
     monkeypatch.setattr("veca.model.check_finite", lambda images: pytest.fail("a wait for the GPU"))
     tiny.train()(torch.randn(IMAGES))
+
+
+@pytest.mark.parametrize("build", [Veca, DenseVit])
+def test_what_users_of_other_libraries_try_first(build):
+    model = build(SMALLEST.replace(output_width=20, patch_size=8))
+    assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert (model.num_features, model.embed_dim, model.patch_size) == (20, 32, 8)
+    assert model.to(torch.bfloat16).dtype == torch.bfloat16
+    assert model.to("meta").device.type == "meta"
+
+
+def test_a_model_shows_itself_in_one_line(tiny):
+    facts = "12 layers, width 192, 64 cores, patch 16, 5.5 M parameters, cpu float32"
+    assert repr(create_model("tiny")) == f'Veca("veca_tiny_patch16", {facts})'
+    assert repr(create_model("tiny").half()).endswith("cpu float16)")
+    count = sum(p.numel() for p in tiny.parameters())
+    small = "3 layers, width 32, 8 cores, patch 16"
+    assert repr(tiny) == f"Veca({small}, {count} parameters, cpu float32)"
+    dense = repr(DenseVit(SMALLEST))
+    assert dense.startswith("DenseVit(3 layers, width 32, patch 16, ") and "cores" not in dense
+
+
+def test_a_name_is_no_weight_and_survives_a_copy():
+    model = create_model("tiny")
+    assert model.name == "veca_tiny_patch16"
+    assert copy.deepcopy(model).name == pickle.loads(pickle.dumps(model)).name == model.name
+    assert not [key for key in model.state_dict() if "name" in key]
+    assert create_model("tiny", depth=2).name is None, "another network than that"
+    assert create_model(SMALLEST).name is None
+    model.load_state_dict(create_model("tiny").state_dict())
+    assert model.name == "veca_tiny_patch16"
+
+
+@pytest.mark.parametrize("keep", [torch.enable_grad, torch.inference_mode])
+def test_a_photo_becomes_features_with_the_models_own_settings(keep):
+    config = SMALLEST.replace(patch_size=8, image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4))
+    model = stirred(create_model(config)).eval()
+    photo = Image.effect_noise((40, 24), 80).convert("RGB")
+    batch = model.preprocess(photo, size=32)
+    assert batch.grid == (4, 7)
+    with keep():
+        found = model(batch.pixels)
+        pixels = torch.from_numpy(np.array(photo.resize((56, 32), Image.Resampling.BICUBIC)))
+        pixels = pixels.permute(2, 0, 1)[None] / 255
+        mean, std = (torch.tensor(x).view(3, 1, 1) for x in (config.image_mean, config.image_std))
+        expected = model((pixels - mean) / std)
+    torch.testing.assert_close(found.patches, expected.patches, rtol=1e-4, atol=1e-5)

@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import main
+from benchmarks.rows import RESULTS as RESULTS_FILES
 from veca.probe import load_protocol, read_run
 from veca.probe.protocol import from_dict
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
-RESULTS = sorted(
-    path
-    for kind in ("probes", "control", "seeds", "intervals", "blind", "few")
-    for path in (FOLDER / kind).glob("**/results.json")
-)
+FOLDER = Path(__file__).parents[1] / "results" / "probes"
+RESULTS = sorted(FOLDER.glob("**/results.json"))
 
 
 def _name(path: Path) -> str:
@@ -54,7 +52,7 @@ class TestKept:
     def test_comparable_with_the_shipped_weights_and_their_teacher(self, path):
         run = read_run(path)
         probe = re.sub(r"-\d+$", "", path.parent.name)  # without the seed
-        kept = [FOLDER / "probes" / "small" / probe, FOLDER / "intervals" / probe]
+        kept = [FOLDER / "shipped" / "small" / probe, FOLDER / "intervals" / probe]
         beside = next((read_run(folder) for folder in kept if folder.is_dir()), run)
         assert run.dataset == beside.dataset and _asked(run) == _asked(beside)
         here, there = ([x for x in of.rows if x.role == "teacher"] for of in (run, beside))
@@ -62,6 +60,12 @@ class TestKept:
         assert [row.name for row in teachers] == ["efficientnet-lite2"]
         if run.task == "knn" and not run.protocol["knn"]["subset"]["test"]:  # all photos
             assert teachers[0].metrics["top1"] == pytest.approx(0.90, abs=0.015)
+
+
+def test_the_flat_file_is_made_from_them(tmp_path):
+    out = tmp_path / "probes.csv"
+    assert main(["collect", str(FOLDER), "--out", str(out)]) == 0
+    assert out.read_text() == (RESULTS_FILES / "probes.csv").read_text()
 
 
 def _asked(run):

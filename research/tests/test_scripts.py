@@ -1,11 +1,9 @@
-"""The scripts of `benchmarks/` around runs of distillation."""
+"""The scripts around runs of distillation."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,24 +12,13 @@ from PIL import Image
 
 import veca
 from distill.small import run
+from research import agreement, held_out
 from veca.data import hold_out, open_source
 from veca.distill import load_config, load_targets
 from veca.distill.standardise import Moments, TargetStatistics, save_targets
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="no benchmarks beside these tests")
-
-
-def script(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    spec = spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def test_held_out_photos_are_those_the_settings_hold_out(tmp_path, monkeypatch, capsys):
-    module = script("held_out", monkeypatch)
     photos, settings, out = tmp_path / "photos", tmp_path / "run.toml", tmp_path / "out"
     photos.mkdir()
     random = np.random.default_rng(0)
@@ -44,7 +31,7 @@ def test_held_out_photos_are_those_the_settings_hold_out(tmp_path, monkeypatch, 
     )
     words = ["--config", settings, "--data", photos, "--after", 5, "--out", out]
     monkeypatch.setattr(sys, "argv", ["held_out.py", *map(str, words)])
-    module.main()
+    held_out.main()
 
     config, source = load_config(settings).data, open_source(photos)
     _, held = hold_out(len(source), config.hold_out, seed=config.split_seed)
@@ -54,8 +41,7 @@ def test_held_out_photos_are_those_the_settings_hold_out(tmp_path, monkeypatch, 
     assert f"{len(wanted)} of 6" in capsys.readouterr().out
 
 
-def test_answers_on_another_scale_are_judged_on_the_first(tmp_path, monkeypatch):
-    module = script("agreement", monkeypatch)
+def test_answers_on_another_scale_are_judged_on_the_first(tmp_path):
     out = tmp_path / "run"
     run(out, data={"hold_out": 4}, schedule={"steps": 2})
     first = out / "final"
@@ -79,9 +65,9 @@ def test_answers_on_another_scale_are_judged_on_the_first(tmp_path, monkeypatch)
     words = ["--config", out / "config.toml", "--data", "photos:24", "--device", "cpu"]
     for name, folder in (("first", first), ("other", other), ("same", same)):
         words += ["--weights", f"{name}={folder}"]
-    parser = module.options_of("", images=4)
-    module.add_weights(parser)
-    rows = module.Jury(parser.parse_args([str(word) for word in words])).rows([32], [2, 8])
+    parser = agreement.options_of("", images=4)
+    agreement.add_weights(parser)
+    rows = agreement.Jury(parser.parse_args([str(word) for word in words])).rows([32], [2, 8])
     told = {(r.pop("weights"), r["cores"]): r for r in rows}
     for cores in (2, 8):
         assert told["other", cores] == pytest.approx(told["same", cores], rel=1e-5)

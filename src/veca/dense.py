@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from veca import rope
 from veca.checks import check_finite, check_images
 from veca.config import EXTRA_TOKENS, VecaConfig
+from veca.feature_model import FeatureModel
 from veca.model import Block, initialize
 from veca.rope import Rotation
 
@@ -31,8 +32,10 @@ class DenseOutput(NamedTuple):
         return self.patches.transpose(1, 2).unflatten(2, self.grid)
 
 
-class DenseVit(nn.Module):
+class DenseVit(FeatureModel, nn.Module):
     """A dense vision transformer of the size that `config` gives a `Veca`."""
+
+    _has_cores = False
 
     def __init__(self, config: VecaConfig) -> None:
         super().__init__()
@@ -49,6 +52,14 @@ class DenseVit(nn.Module):
     def reset_parameters(self) -> None:
         initialize(self)
         nn.init.normal_(self.extra, std=self.config.width**-0.5)
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embed.weight.dtype
 
     def forward(self, images: Tensor) -> DenseOutput:
         """Features of `images` [B, 3, H, W] (float, normalised), H and W on the patch grid."""

@@ -24,6 +24,7 @@ from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
 from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, at_least
+from veca.feature_model import FeatureModel
 from veca.model import Block, CoreMove, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
@@ -42,12 +43,15 @@ class BlockWeights(NamedTuple):
     """Head weight [2, D] and bias [2] in float32, both times alpha; zero in the first layer."""
 
 
-class InferenceEngine:
+class InferenceEngine(FeatureModel):
     """Runs a model's weights fast. Made by `compile_for_inference`; call it like the model.
 
     The first call at a new (batch, height, width, budget) prepares it, which takes seconds on
     CUDA; the last `cache` of them stay prepared. Not thread-safe: CUDA graphs own their buffers.
     """
+
+    device: torch.device
+    dtype: torch.dtype
 
     def __init__(
         self,
@@ -59,9 +63,8 @@ class InferenceEngine:
         cache: int,
         check_pixels: bool,
     ) -> None:
-        self.config = model.config
-        self.dtype = dtype
-        self.device = model.patch_embed.weight.device
+        self.config, self.name = model.config, model.name
+        self.dtype, self.device = dtype, model.device
         self.check_pixels = check_pixels
         self._graphs = graphs
         self._cache = cache
@@ -222,16 +225,15 @@ def compile_for_inference(
         check_pixels: look for NaN pixels on every call; on CUDA that waits for the GPU.
     """
     check_model(model, "compile_for_inference")
-    device = model.patch_embed.weight.device
-    on_cuda = device.type == "cuda"
+    on_cuda = model.device.type == "cuda"
     if graphs and not on_cuda:
         raise InputError(
-            f"graphs need a model on CUDA, this one is on {device}; model.cuda() first."
+            f"graphs need a model on CUDA, this one is on {model.device}; model.cuda() first."
         )
     cache = at_least("cache", cache)
     engine = InferenceEngine(
         model,
-        dtype=dtype or (torch.bfloat16 if on_cuda else model.patch_embed.weight.dtype),
+        dtype=dtype or (torch.bfloat16 if on_cuda else model.dtype),
         compile=on_cuda if compile is None else compile,
         graphs=on_cuda if graphs is None else graphs,
         cache=cache,

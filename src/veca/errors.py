@@ -54,6 +54,10 @@ class BadImageError(DataError):
         return type(self), (self.name, self.reason)
 
 
+class SourceError(DataError, ImageError):
+    """Images to embed that are not there: a missing file, a folder without images."""
+
+
 class TooManyBadError(DataError):
     """More bad images than a run may skip; `bad` lists all of them as (name, reason)."""
 

@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 from veca import rope
 from veca.attention import BACKENDS, core_attention
 from veca.checks import check_budget, check_finite, check_images, check_layers
-from veca.config import VecaConfig, preset
+from veca.config import PRESETS, VecaConfig, preset
 from veca.errors import InputError, suggest
+from veca.feature_model import FeatureModel
 from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
@@ -228,7 +229,7 @@ class LayerState(NamedTuple):
     """(h, w): patches down and across."""
 
 
-class Veca(nn.Module):
+class Veca(FeatureModel, nn.Module):
     """The elastic backbone: one set of weights, any image size on the patch grid, any budget.
 
     >>> model = Veca(VecaConfig()).eval()
@@ -265,6 +266,14 @@ class Veca(nn.Module):
         if name not in BACKENDS:
             raise InputError(f"unknown attention backend {suggest(str(name), BACKENDS)}")
         self._backend = name
+
+    @property
+    def device(self) -> torch.device:
+        return self.patch_embed.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch_embed.weight.dtype
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: keep one tensor a block, recompute the rest."""
@@ -429,7 +438,9 @@ def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: ob
     >>> create_model("small", output_width=768)
     """
     config = name if isinstance(name, VecaConfig) else preset(name)
-    return Veca(config.replace(**changes) if changes else config, backend=backend)
+    model = Veca(config.replace(**changes) if changes else config, backend=backend)
+    model.name = {known: name for name, known in PRESETS.items()}.get(model.config)
+    return model
 
 
 @contextlib.contextmanager

@@ -24,6 +24,9 @@ TABLE: dict[str, Any] = {
     "follow": {"every": 3, "tensorboard": False},
 }
 
+DENSE: dict[str, Any] = {**TABLE["student"], "dense": True}
+"""A dense ViT of the student's size."""
+
 
 def settings(**changes: Any) -> DistillConfig:
     """The small run with some settings changed: settings(schedule={"steps": 9}, ema=0.9)."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import resource
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from veca.distill import DistillError
+from veca.distill import DistillConfig, DistillError, read_metrics
 from veca.distill.checkpoint import CheckpointStore
+from veca.distill.loop import TrainingRun
+from veca.distill.parallel import World
 from veca.errors import OutputError
 
 
@@ -120,3 +124,25 @@ def test_a_newer_format_is_refused(tmp_path) -> None:
     about.write_text(json.dumps({**json.loads(about.read_text()), "format_version": 99}))
     with pytest.raises(DistillError, match="format version 99"):
         store.load()
+
+
+def test_a_run_that_0_1_began_goes_on_exactly(tmp_path) -> None:
+    begun = Path(__file__).parent / "from_0_1"  # the checkpoint of step 3, and all six steps of 0.1
+    shutil.copytree(begun / "checkpoints", tmp_path / "checkpoints")
+    stored = CheckpointStore(begun).load()
+    config = DistillConfig.from_dict(stored.about["config"])
+    run = TrainingRun(config, tmp_path, World(), None, None, None, True, None)
+    taken_over = run.group.state()
+    assert taken_over.keys() == stored.sections.keys()
+    for name, tensors in stored.sections.items():
+        assert tensors.keys() == taken_over[name].keys()
+        assert all(torch.equal(tensors[key], taken_over[name][key]) for key in tensors), name
+    run.train()
+    run.close()
+    for kind in ("train", "validation"):
+        wanted = [record for record in read_metrics(begun, kind) if record["step"] > 3]
+        for mine, theirs in zip(read_metrics(tmp_path, kind), wanted, strict=True):
+            # Other machines round differently.
+            assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+            same = ("step", "cores", "size", "batch", "lr")
+            assert [mine.get(key) for key in same] == [theirs.get(key) for key in same]

@@ -1,15 +1,16 @@
-"""Which optimiser moves what, the bank's rows, and states that go by name."""
+"""Which optimiser moves what, the bank's rows, states that go by name, averaged weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import SMALLEST
 from distill.small import settings
 from veca import create_model
 from veca.distill import DistillError, distill
-from veca.distill.optim import NAMES, Optimizers, RowAdamW, Split
+from veca.distill.optim import NAMES, Optimizers, RowAdamW, Split, WeightAverage
 from veca.distill.parallel import shard
 from veca.distill.student import Student
 
@@ -162,3 +163,27 @@ def test_every_setting_of_the_optimiser_is_passed_on(tmp_path, monkeypatch) -> N
     monkeypatch.setattr("veca.distill.trainer.Optimizers", note)
     distill(settings(schedule={"steps": 1, "warmup": 0}, optimizer=asked), tmp_path)
     assert seen == [{**asked, "name": "normuon", "betas": (0.5, 0.6)}]
+
+
+def test_average_by_its_definition() -> None:
+    module = nn.Linear(3, 2)
+    average = WeightAverage(module, 0.9)
+    wanted = module.weight.detach().clone()
+    for step in range(1, 30):
+        with torch.no_grad():
+            module.weight.add_(torch.randn_like(module.weight))
+        average.update(step)
+        decay = min(0.9, (1 + step) / (10 + step))
+        wanted = decay * wanted + (1 - decay) * module.weight.detach()
+    assert torch.allclose(average.tensors["weight"], wanted, atol=1e-5)
+    now = module.weight.detach().clone()
+    with average.applied():
+        assert torch.allclose(module.weight, wanted, atol=1e-5)
+    assert torch.equal(module.weight, now)
+
+
+def test_the_average_counts_the_steps_done(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(WeightAverage, "update", lambda self, step: seen.append(step))
+    distill(settings(ema=0.8, schedule={"steps": 4}), tmp_path)
+    assert seen == [1, 2, 3, 4]

@@ -7,8 +7,6 @@ from collections import Counter
 import pytest
 import torch
 
-from distill.small import settings
-from veca.distill import distill
 from veca.distill.schedule import (
     BudgetSampler,
     Phase,
@@ -225,11 +223,3 @@ def test_torch_draws_by_seed_step_and_pass():
     places = [(seed, step, number) for seed in (0, 1) for step in (0, 7) for number in (0, 1)]
     found = [drawn(*place) for place in places]
     assert len(set(found)) == len(places) and found == [drawn(*place) for place in places]
-
-
-def test_every_pass_of_a_step_has_random_numbers_of_its_own(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr("veca.distill.step.seed_torch", lambda *where: seen.append(where))
-    nested = {"budgets": [2, 4, 8], "per_step": 2}
-    distill(settings(seed=5, schedule={"steps": 3}, nested=nested), tmp_path)
-    assert seen == [(5, step, number) for step in range(3) for number in range(2)]

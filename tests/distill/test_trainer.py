@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from rich.console import Console
 
 import veca
-from distill.small import TABLE, curve, run, settings
+from distill.small import DENSE, TABLE, curve, run, settings
 from veca.dense import DenseVit
 from veca.distill import DistillError, distill, export_checkpoint, load_targets, read_metrics
-from veca.distill import step as steps
 from veca.distill.dry_run import dry_run
 from veca.distill.samples import FilterBank
 from veca.distill.trainer import MAIN, section_name, sections_of
@@ -20,7 +17,6 @@ from veca.teachers import CallableTeacher, read_dense_vit
 from veca.weights import read_provenance
 
 SMALLER = {"preset": "tiny", "config": {"depth": 1, "width": 32, "heads": 2, "num_cores": 8}}
-DENSE = {**TABLE["student"], "dense": True}
 BOTH = {"smaller": SMALLER, "dense": DENSE}
 VALIDATED = {"data": {"hold_out": 5}, "validation": {"every": 3, "budgets": [2, 8], "batch": 3}}
 
@@ -48,25 +44,6 @@ def test_each_learns_what_it_would_alone(family, tmp_path, which) -> None:
         mine, theirs = veca.load(folder), veca.load(alone.final)
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(tensor, mine.state_dict()[name]), name
-
-
-def test_a_dense_student_makes_one_pass_beside_several_budgets(tmp_path, monkeypatch) -> None:
-    passes = []
-    plain = steps.one_pass
-
-    def count(trainer, loss, images, targets, cores, share):
-        passes.append((trainer.dense, cores, share))
-        return plain(trainer, loss, images, targets, cores, share)
-
-    monkeypatch.setattr(steps, "one_pass", count)
-    nested = {"budgets": [2, 8], "per_step": 2}
-    records = run(tmp_path / "two", siblings={"dense": DENSE}, nested=nested)
-    done = len(records)
-    assert [x for x in passes if x[0]] == [(True, 0, 1.0)] * done
-    assert Counter(x[1:] for x in passes if not x[0]) == {(2, 0.5): done, (8, 0.5): done}
-    # What it learns does not depend on how many budgets the others train.
-    once = run(tmp_path / "one", siblings={"dense": DENSE}, nested={"budgets": [2, 8]})
-    assert [r["dense:loss"] for r in records] == [r["dense:loss"] for r in once]
 
 
 def test_what_is_said_of_dense_students_names_no_budget(tmp_path, capsys) -> None:

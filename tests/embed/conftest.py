@@ -13,9 +13,9 @@ from data.pictures import make_folder
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of the test's own, so that nothing is left in the user's."""
-    folder = tmp_path / "cache"
+    folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("VECA_CACHE", str(folder))
     return folder
 

@@ -15,8 +15,9 @@ from PIL import Image
 
 import veca
 from veca import VecaConfig
-from veca.embed.pipeline import Item, Ready, gather, read_ahead
-from veca.embed.writers.files import write_features
+from veca.embed.features import _Image
+from veca.embed.pipeline import batch_by_shape, read_ahead
+from veca.embed.writers.files import NamedImage, write_features
 from veca.errors import ImageError, InputError, OutputError
 from veca.features import extract, read_features
 from veca.images import find_images
@@ -237,10 +238,10 @@ class TestBatches:
                 taken += 1
                 side = 16 * (1 + i % 25)
                 pixels = np.zeros((side, 16, 3), dtype=np.uint8)
-                yield Ready(Item(i, Path(), str(i)), veca.preprocess(pixels))
+                yield _Image(NamedImage(i, Path(), str(i)), veca.preprocess(pixels))
 
         given: list[int] = []
-        for batch in gather(images(), 4):
+        for batch in batch_by_shape(images(), 4):
             assert 1 <= len(batch) <= 4
             assert len({one.image.pixels.shape for one in batch}) == 1
             given += [one.item.place for one in batch]
@@ -250,23 +251,30 @@ class TestBatches:
     def test_reading_ahead_keeps_the_order_and_a_bound(self):
         started, release = [], threading.Event()
 
-        def read(item: Item) -> ImageError:
-            started.append(item.place)
+        def read(place: int) -> str:
+            started.append(place)
             release.wait(5)
-            return ImageError(item.name)
+            return str(place)
 
-        items = [Item(i, Path(), str(i)) for i in range(30)]
-        reading = read_ahead(items, read, workers=3, ahead=5)
+        reading = read_ahead(read, range(30), workers=3, ahead=5)
         release.set()
-        for taken, (item, result) in enumerate(reading, start=1):
-            assert str(result) == item.name == str(taken - 1)
+        for taken, result in enumerate(reading, start=1):
+            assert result == str(taken - 1)
             assert len(started) <= taken + 5
         assert taken == 30
 
+    def test_an_error_waits_for_its_turn(self):
+        def read(place: int) -> int:
+            return 1 // (5 - place)
+
+        reading = read_ahead(read, range(10), workers=2, ahead=8)
+        assert [next(reading) for _ in range(5)] == [0, 0, 0, 0, 1]
+        with pytest.raises(ZeroDivisionError):
+            next(reading)
+
     def test_closing_stops_reading(self):
         started = []
-        items = [Item(i, Path(), str(i)) for i in range(100)]
-        reading = read_ahead(items, lambda item: started.append(item), workers=2, ahead=4)
+        reading = read_ahead(started.append, range(100), workers=2, ahead=4)
         next(reading)
         reading.close()
         assert len(started) <= 5
@@ -428,15 +436,15 @@ class TestBadImages:
         assert (summary.images, summary.computed) == (7, 5)
         names = {str(photos / "bad.jpg"), str(photos / "a" / "cut.jpg")}
         assert {name for name, _ in summary.failed} == names
-        assert summary.failures_file == out / "failures.txt"
-        lines = (out / "failures.txt").read_text().splitlines()
-        assert {line.split("\t")[0] for line in lines} == names
+        assert summary.failures_file == out / "failures.jsonl"
+        lines = [json.loads(line) for line in (out / "failures.jsonl").read_text().splitlines()]
+        assert {line["path"] for line in lines} == names and all(line["reason"] for line in lines)
 
         save_image(photos / "bad.jpg")
         save_image(photos / "a" / "cut.jpg")
         summary = extract(model, photos, out, size=32)
         assert (summary.computed, summary.reused, summary.failed) == (2, 5, ())
-        assert not (out / "failures.txt").exists()
+        assert not (out / "failures.jsonl").exists()
 
     def test_raise_stops_at_the_first(self, model, photos, tmp_path):
         (photos / "bad.jpg").write_bytes(b"not an image")
@@ -469,8 +477,8 @@ class TestBadImages:
             summary = extract(model, folder, tmp_path / "out", size=32, format=format)
             assert (summary.computed, summary.reused) == counts
             assert summary.failed[0][0] == str(folder / os.fsdecode(b"bad\xff.png"))
-            line = (tmp_path / "out" / "failures.txt").read_text("utf-8")
-            assert line.startswith(f"{tmp_path}/photos\\xfe/bad\\xff.png\t")
+            line = json.loads((tmp_path / "out" / "failures.jsonl").read_text("utf-8"))
+            assert line["path"] == f"{tmp_path}/photos\\xfe/bad\\xff.png"
         got = read_features(tmp_path / "out" / os.fsdecode(b"good\xff.png." + format.encode()))
         assert os.fsencode(got["image"]) == b"good\xff.png"
 
@@ -513,7 +521,7 @@ class TestSingleFile:
         assert got["original_size"].tolist() == [list(size) for size in batch.original_sizes]
         assert got["cores"] == 8
         assert (summary.computed, len(summary.failed)) == (5, 1)
-        assert "bad.jpg" in (tmp_path / f"all.{format}.failures.txt").read_text()
+        assert "bad.jpg" in (tmp_path / f"all.{format}.failures.jsonl").read_text()
 
     def test_order_is_kept_when_sizes_are_mixed(self, model, photos, tmp_path):
         out = tmp_path / "all.npz"

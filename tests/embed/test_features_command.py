@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 
+import numpy as np
 import pytest
+import torch
 import typer
 from PIL import Image
 
@@ -119,3 +121,19 @@ def test_bad_input(run, photos, tmp_path):
     with pytest.raises(ImageError, match=r"bad\.png"):
         run(photos, "--out", tmp_path / "out", "--strict")
     assert not (tmp_path / "out").exists()
+
+
+def test_images_are_made_as_the_weights_want_them(photos, tmp_path):
+    config = VecaConfig(depth=1, width=32, heads=2, num_cores=4, patch_size=8)
+    config = config.replace(image_mean=(0.5, 0.4, 0.3), image_std=(0.2, 0.3, 0.4))
+    veca.save(veca.create_model(config), tmp_path / "other")
+    app = typer.Typer()
+    app.command()(features)
+    args = ["--weights", tmp_path / "other", "--size", "24", "--device", "cpu", "--out"]
+    app([str(a) for a in (photos / "a", *args, tmp_path / "out")], standalone_mode=False)
+    model = veca.load(tmp_path / "other")
+    with torch.inference_mode():
+        expected = model(model.preprocess(photos / "a" / "1.png", size=24).pixels)
+    got = read_features(tmp_path / "out" / "1.png.npz")
+    assert tuple(got["grid"]) == expected.grid == (3, 4)
+    np.testing.assert_allclose(got["cls"], expected.cls[0], rtol=2e-3, atol=2e-3)

@@ -486,6 +486,14 @@ def test_the_processor_of_a_folder_of_veca_save(tmp_path):
     assert transformers.AutoImageProcessor.from_pretrained(tmp_path).patch_size == 8
 
 
+def test_preprocess_takes_a_model_of_transformers(photo):
+    config = CONFIG.replace(patch_size=8, image_mean=(0.5, 0.4, 0.3))
+    model = create_model(config)
+    found = veca.preprocess(photo, 32, model=hf.VecaModel.from_veca(model))
+    expected = model.preprocess(photo, 32)
+    assert found.grid == expected.grid and torch.equal(found.pixels, expected.pixels)
+
+
 @torch.no_grad()
 def test_the_pipeline(plain, saved, photo, tmp_path):
     hf.VecaModel.from_pretrained(saved, cores=4).save_pretrained(tmp_path / "hf")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from veca._util.settings import Reader, Settings, Words, flat, to_table, to_toml
+from veca._util.settings import SettingsReader, SettingsTables, Words, flat, to_table, to_toml
 from veca.distill import load_config
 from veca.errors import DistillError, ProbeError, VecaError
 from veca.probe import load_protocol
@@ -41,7 +41,7 @@ class Outer:
     free: dict[str, Any] = field(default_factory=dict)
 
 
-READER = Reader(ProbeError, Words(form="wrong form {line!r}"))
+READER = SettingsReader(ProbeError, Words(form="wrong form {line!r}"))
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -60,15 +60,15 @@ def load(path: Path) -> Outer:
 def test_there_and_back() -> None:
     made = Outer(3, 'a "b"', Inner(2.0), (Item("x", True), Item("y")), {32: 0.5}, {"k": [1]})
     text = to_toml(to_table(made))
-    assert READER.build(Outer, Settings(READER.parse(text, "text"))) == made
+    assert READER.build(Outer, SettingsTables(READER.parse(text, "text"))) == made
     assert flat(to_table(made))["items.1.name"] == "y" and flat({}) == {}
 
 
 def test_whole_numbers_become_numbers_and_nothing_else_is_turned() -> None:
-    assert READER.build(Inner, Settings({"lr": 2})) == Inner(2.0)
+    assert READER.build(Inner, SettingsTables({"lr": 2})) == Inner(2.0)
     for table in ({"steps": 2.0}, {"steps": True}, {"lr": True}, {"lr": float("nan")}):
         with pytest.raises(ProbeError, match="must be a"):
-            READER.build(Inner, Settings(table))
+            READER.build(Inner, SettingsTables(table))
 
 
 class TestExtends:
@@ -129,12 +129,12 @@ class TestExtends:
 
     def test_only_files_extend(self) -> None:
         with pytest.raises(ProbeError, match="unknown setting 'extends'"):
-            READER.build(Outer, Settings({"extends": "base.toml"}))
+            READER.build(Outer, SettingsTables({"extends": "base.toml"}))
 
 
 class TestChanges:
     def test_values_are_toml_or_bare_text(self) -> None:
-        settings = Settings({"items": [{"name": "x"}]})
+        settings = SettingsTables({"items": [{"name": "x"}]})
         for line in ("inner.lr=1e-3", "note = plain text", "items.0.on=true", "by_size.32 = 2"):
             READER.change(settings, line)
         assert READER.build(Outer, settings) == Outer(
@@ -152,7 +152,7 @@ class TestChanges:
     )
     def test_what_cannot_be_changed(self, line: str, words: str) -> None:
         with pytest.raises(ProbeError, match=words):
-            READER.change(Settings({"seed": 1, "items": [{"name": "x"}]}), line)
+            READER.change(SettingsTables({"seed": 1, "items": [{"name": "x"}]}), line)
 
     def test_no_base_is_blamed_for_a_change(self, tmp_path: Path) -> None:
         path = write(tmp_path, base="[inner]\nlr = 1", child='extends = "base.toml"')

@@ -136,6 +136,18 @@ def test_an_existing_path_wins(tiny: Veca, places: list[Path], tmp_path: Path) -
     assert load("x.safetensors").config == tiny.config
 
 
+def test_a_model_knows_what_its_weights_are_called(
+    tiny: Veca, places: list[Path], tmp_path: Path
+) -> None:
+    save(tiny, places[2] / NAME)
+    assert load(NAME).name == load("small").name == load(places[2] / NAME).name == NAME
+    assert load(places[2] / NAME / "model.safetensors").name == NAME
+    save(tiny, tmp_path / "work" / "mine.safetensors")
+    assert load("mine.safetensors").name == load(Path("mine.safetensors")).name == "mine"
+    save(tiny, tmp_path / "work")
+    assert load(".").name == "work"
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -213,7 +225,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Hub:
 )
 def test_download(fake: Hub, tiny: Veca, tmp_path: Path, repo: str, revision: Any) -> None:
     fake.folder = save(tiny, tmp_path / "snapshot")
-    assert load(repo).config == tiny.config
+    model = load(repo)
+    assert model.config == tiny.config and model.name == repo
     asked, fetched = fake.calls
     assert asked["name"] == fetched["name"] == "owner/name"
     assert asked["revision"] == fetched["revision"] == revision
@@ -239,7 +252,8 @@ def test_named_weights_on_the_hub(
 ) -> None:
     fake.folder = save(tiny, tmp_path / "snapshot")
     monkeypatch.setitem(names.NAMED, NAME, "owner/name@v1")
-    assert load("small").config == tiny.config
+    model = load("small")
+    assert model.config == tiny.config and model.name == NAME
     assert fake.calls[-1]["revision"] == "v1"
 
 

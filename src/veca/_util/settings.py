@@ -30,7 +30,7 @@ EXTENDS = "extends"
 
 
 @dataclass
-class Settings:
+class SettingsTables:
     """Nested tables of plain values, and the files they stand in."""
 
     table: Any = field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Wrong(Exception):
 
 
 @dataclass(frozen=True)
-class Reader:
+class SettingsReader:
     """Reads one kind of settings; what is wrong with them is raised as its `error`."""
 
     error: type[VecaError]
@@ -102,17 +102,19 @@ class Reader:
 
     # ---------------------------------------------------------------------------------- files
 
-    def read(self, path: str | os.PathLike[str], where: str = "") -> Settings:
+    def read(self, path: str | os.PathLike[str], where: str = "") -> SettingsTables:
         """A TOML file, and those it extends.
 
         Args:
             where: what it is called in messages; by default its path.
         """
-        settings = Settings(where=where or os.fspath(path))
+        settings = SettingsTables(where=where or os.fspath(path))
         self._read(Path(path).expanduser(), settings.where, settings, ())
         return settings
 
-    def _read(self, path: Path, where: str, settings: Settings, above: tuple[Path, ...]) -> None:
+    def _read(
+        self, path: Path, where: str, settings: SettingsTables, above: tuple[Path, ...]
+    ) -> None:
         table = self.parse(self._text(path), where)
         base, here = table.pop(EXTENDS, None), path.resolve()
         if here in above:
@@ -148,7 +150,7 @@ class Reader:
 
     # ------------------------------------------------------------------------------ dataclasses
 
-    def build(self, cls: type[T], settings: Settings) -> T:
+    def build(self, cls: type[T], settings: SettingsTables) -> T:
         """An instance of the dataclass `cls`; what is wrong is told with the file it stands in."""
         try:
             return self._dataclass(cls, settings.table, ())
@@ -228,7 +230,7 @@ class Reader:
 
     # ---------------------------------------------------------------------------------- changes
 
-    def change(self, settings: Settings, line: str) -> None:
+    def change(self, settings: SettingsTables, line: str) -> None:
         """Change one value: "optimizer.lr=1e-3", "teachers.0.weight=2"; see `value`."""
         name, equals, text = line.partition("=")
         key = tuple(part.strip() for part in name.split("."))
@@ -236,7 +238,7 @@ class Reader:
             raise self.error(self.words.form.format(line=line))
         self.set(settings, key, self.value(text))
 
-    def set(self, settings: Settings, key: Key, value: Any) -> None:
+    def set(self, settings: SettingsTables, key: Key, value: Any) -> None:
         """Change one value, given as it is; a table that is not there is made."""
         inner: Any = settings.table
         for i, part in enumerate(key[:-1]):

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 
-def lanes_for(device: torch.device, threads: int | None = None) -> int:
+def batches_at_once(device: torch.device, threads: int | None = None) -> int:
     """Batches to compute at a time: one for each CPU thread; on a GPU one, and one on its way."""
     if device.type != "cpu":
         return 2 if device.type == "cuda" else 1
@@ -22,14 +22,14 @@ def lanes_for(device: torch.device, threads: int | None = None) -> int:
 
 
 @contextlib.contextmanager
-def open_lanes(count: int, *, threads: int = 1) -> Iterator[ThreadPoolExecutor]:
-    """A pool of `count` workers, in each of which torch uses `threads` threads.
+def compute_pool(workers: int, *, threads: int = 1) -> Iterator[ThreadPoolExecutor]:
+    """A pool in each of whose workers torch uses `threads` threads.
 
     With one thread each, what a batch comes to does not depend on how many processors there are.
     """
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(
-        count, "veca-lane", initializer=torch.set_num_threads, initargs=(threads,)
+        workers, "veca-compute", initializer=torch.set_num_threads, initargs=(threads,)
     )
     try:
         yield pool

@@ -73,14 +73,14 @@ class EncodedImage:
         if self._data[:3] != b"\xff\xd8\xff":
             return None
         try:
-            jpeg = Image.open(_Named(self._data, self.name), formats=("JPEG",))
+            jpeg = Image.open(NamedBytes(self._data, self.name), formats=("JPEG",))
         except Exception:  # the ordinary way below finds the words for it
             return None
         jpeg.filename = self.name  # type: ignore[attr-defined]
         return jpeg
 
     def _whole(self) -> Image.Image:
-        return self._read(_Named(self._data, self.name))
+        return self._read(NamedBytes(self._data, self.name))
 
     def _read(self, source: Image.Image | io.BytesIO) -> Image.Image:
         try:
@@ -91,7 +91,7 @@ class EncodedImage:
             raise BadImageError(self.name, reason) from error
 
 
-class _Named(io.BytesIO):
+class NamedBytes(io.BytesIO):
     """Bytes that error messages can call by name."""
 
     def __init__(self, data: bytes, name: str) -> None:

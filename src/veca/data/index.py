@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ log = logging.getLogger("veca.data")
 
 
 class FolderIndex(NamedTuple):
-    """The files of a folder, sorted by path; paths relative to it, with forward slashes."""
+    """The files of a folder in order; paths relative to it, with forward slashes."""
 
     names: Names
     sizes: NDArray[np.int64]
@@ -53,17 +54,19 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(text).hexdigest()[:32]
 
 
-def folder_index(folder: Path, *, cache: Path | None = None) -> FolderIndex:
+def folder_index(folder: Path, *, cache: Path | None = None, natural: bool = False) -> FolderIndex:
     """The images below `folder`, or, where there are none, its `.tar` shards.
 
-    Links to folders are followed, each real folder once; names that begin with a dot are passed
-    over.
+    Names that begin with a dot are passed over. In the order of the paths, with links to folders
+    followed, each real folder once; or `natural`: as `veca.images.find_images` lists them, with
+    numbers in names taken as numbers and links to folders passed over.
     """
     folder = folder.absolute()
-    kept = (cache or cache_folder()) / "index" / f"{digest(folder)}.npz"
+    name = digest(folder, "natural") if natural else digest(folder)
+    kept = (cache or cache_folder()) / "index" / f"{name}.npz"
     index = _load(kept, folder)
     if index is None:
-        index, folders = _scan(folder)
+        index, folders = _scan(folder, natural)
         if len(index.names):
             save_arrays(
                 kept,
@@ -81,13 +84,13 @@ def folder_index(folder: Path, *, cache: Path | None = None) -> FolderIndex:
     return index
 
 
-def _scan(folder: Path) -> tuple[FolderIndex, dict[str, int]]:
+def _scan(folder: Path, natural: bool) -> tuple[FolderIndex, dict[str, int]]:
     """List everything; also the modification time of each folder, -1 if it may change unseen."""
     found: list[tuple[str, int, int]] = []
     shards: list[tuple[str, int, int]] = []
     folders: dict[str, int] = {}
     others: Counter[str] = Counter()
-    for relative, entry in _walk(folder, folders):
+    for relative, entry in _walk(folder, folders, links=not natural):
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122
         if suffix not in EXTENSIONS and suffix != SHARD:
             others[suffix] += 1
@@ -100,7 +103,7 @@ def _scan(folder: Path) -> tuple[FolderIndex, dict[str, int]]:
         except OSError:  # a dangling link: reading it will report it by name
             size, changed = -1, -1
         (shards if suffix == SHARD else found).append((relative, size, changed))
-    chosen = sorted(found or shards)
+    chosen = sorted(found or shards, key=(lambda one: natural_key(one[0])) if natural else None)
     if found and shards:
         others[SHARD] = len(shards)
     return FolderIndex(
@@ -111,7 +114,9 @@ def _scan(folder: Path) -> tuple[FolderIndex, dict[str, int]]:
     ), folders
 
 
-def _walk(folder: Path, folders: dict[str, int]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _walk(
+    folder: Path, folders: dict[str, int], *, links: bool
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
     """Every entry below `folder` that is not hidden; fills `folders` on the way."""
     seen: set[tuple[int, int]] = set()
     waiting = [""]
@@ -136,10 +141,20 @@ def _walk(folder: Path, folders: dict[str, int]) -> Iterator[tuple[str, os.DirEn
                 continue
             inner = f"{relative}/{entry.name}" if relative else entry.name
             if _is_folder(entry):
-                below.append(inner)
+                below += [inner] if links or not entry.is_symlink() else []
             else:
                 yield inner, entry
         waiting += reversed(below)
+
+
+def natural_key(name: str) -> tuple[list[list[str | int]], str]:
+    """Compare runs of digits as numbers, folder by folder; the plain name breaks ties."""
+    parts: list[list[str | int]] = [
+        # split() alternates text and digits, starting with text.
+        [int(run) if i % 2 else run for i, run in enumerate(re.split("([0-9]+)", part))]
+        for part in name.casefold().split("/")
+    ]
+    return parts, name
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

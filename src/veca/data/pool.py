@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
@@ -32,7 +32,9 @@ def default_workers() -> int:
     return max(1, min(16, (usable or 1) // (int(ranks) if ranks.isdigit() and int(ranks) else 1)))
 
 
-def ordered_map(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+def ordered_map(
+    function: Callable[[T], R], items: Iterable[T], workers: int
+) -> Generator[R, None, None]:
     """`map`, in `workers` processes; with 0, in this one. `function` must be picklable.
 
     At most a few items per worker are taken ahead of the result that is waited for. Workers end

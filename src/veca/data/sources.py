@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from veca.data.index import SHARD, digest, folder_index
+from veca.data.index import SHARD, digest, folder_index, natural_key
 from veca.data.names import Names
 from veca.data.shards import ShardSource
 from veca.errors import DataError
@@ -44,11 +44,17 @@ Spec: TypeAlias = "str | os.PathLike[str] | ImageSource | Sequence[Spec]"
 
 
 class FolderSource:
-    """The images below a folder, at any depth, in the order of their paths."""
+    """The images below a folder, at any depth; see `folder_index` for their order."""
 
-    def __init__(self, folder: str | os.PathLike[str], *, cache_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        cache_dir: Path | None = None,
+        natural: bool = False,
+    ) -> None:
         self.folder = Path(folder).absolute()
-        self._index = folder_index(self.folder, cache=cache_dir)
+        self._index = folder_index(self.folder, cache=cache_dir, natural=natural)
 
     def __len__(self) -> int:
         return len(self._index.names)
@@ -79,6 +85,8 @@ class ListSource:
     def __init__(self, paths: Sequence[str], *, folder: Path | None = None) -> None:
         self.folder = (folder or Path()).absolute()
         self._names = Names.of(paths)
+        self.passed_over: Counter[str] = Counter()
+        """How many files beside the images matched the pattern, by suffix."""
         if not len(self):
             raise DataError("an empty list of images; expected at least one path.")
 
@@ -109,11 +117,11 @@ class JoinedSource:
         return int(self._ends[-1])
 
     def read(self, index: int) -> bytes:
-        source, place = self._locate(index)
+        source, place = self.locate(index)
         return source.read(place)
 
     def name(self, index: int) -> str:
-        source, place = self._locate(index)
+        source, place = self.locate(index)
         return source.name(place)
 
     def fingerprint(self) -> str:
@@ -127,13 +135,16 @@ class JoinedSource:
             total.update(getattr(source, "passed_over", {}))
         return total
 
-    def _locate(self, index: int) -> tuple[ImageSource, int]:
+    def locate(self, index: int) -> tuple[ImageSource, int]:
+        """The source that an image belongs to, and its place there."""
         index = range(len(self))[index]
         part = int(np.searchsorted(self._ends, index, side="right"))
         return self.sources[part], index - (int(self._ends[part - 1]) if part else 0)
 
 
-def open_source(spec: Spec, *, cache_dir: str | os.PathLike[str] | None = None) -> ImageSource:
+def open_source(
+    spec: Spec, *, cache_dir: str | os.PathLike[str] | None = None, natural: bool = False
+) -> ImageSource:
     """Find the images that `spec` means.
 
     Args:
@@ -144,20 +155,23 @@ def open_source(spec: Spec, *, cache_dir: str | os.PathLike[str] | None = None) 
             these, read one after the other; or a source, returned as it is.
         cache_dir: where the indexes of folders and shards are kept; default $VECA_CACHE, or
             ~/.cache/veca. Nothing is ever written beside the images.
+        natural: the order and the links of `veca.images.find_images`: img2.png before img10.png,
+            links to folders passed over, and a file that is named is an image, whatever its suffix.
+            Else the order of the paths, links to folders followed: what training draws from.
 
     Raises:
         DataError: nothing is there, it holds no images, or it cannot be read.
     """
     cache = None if cache_dir is None else Path(cache_dir)
     if isinstance(spec, (str, os.PathLike)):
-        return _open(os.fspath(spec), cache)
+        return _open(os.fspath(spec), cache, natural)
     if isinstance(spec, Sequence):
         if not spec:
             raise DataError("no images given; expected a folder, a list of files or tar shards.")
         names = [os.fspath(part) for part in spec if isinstance(part, (str, os.PathLike))]
         if len(names) == len(spec) and all(_is_file_name(name) for name in names):
             return _listed(names, Path(), "the list")  # not one source a file
-        parts = [open_source(part, cache_dir=cache) for part in spec]
+        parts = [open_source(part, cache_dir=cache, natural=natural) for part in spec]
         return parts[0] if len(parts) == 1 else JoinedSource(parts)
     if isinstance(spec, ImageSource):
         return spec
@@ -167,29 +181,32 @@ def open_source(spec: Spec, *, cache_dir: str | os.PathLike[str] | None = None) 
     )
 
 
-def _open(name: str, cache: Path | None) -> ImageSource:
+def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
     if not name:
         raise DataError("an empty path names no images; expected a folder, a list or tar shards.")
     if "://" in name:
         raise DataError(f"{name}: images are read from disk, not from a network; fetch them first.")
     path = Path(name).expanduser()
     if path.is_dir():
-        return _open_folder(path, cache)
+        return _open_folder(path, cache, natural)
     if name.lower().endswith(_COMPRESSED):
         raise DataError(f"{name}: compressed shards cannot be read in any order; unpack it first.")
-    if path.exists():  # before patterns: a file may be called "scan[1].tar"
+    # Before patterns: a file may be called "scan[1].tar".
+    if path.exists() or (natural and path.is_symlink()):
         suffix = path.suffix.lower()
         if suffix == SHARD:
             return ShardSource([path], cache=cache)
         if suffix == ".txt":
             return _open_list(path)
+        if natural:
+            return ListSource([str(path)])
         if _is_image(name):
             return _listed([name], Path(), name)
         raise DataError(
             f"{name}: a file of this kind holds no images that can be read here; expected a "
             f"folder, a .txt list, a .tar shard or an image ({' '.join(sorted(EXTENSIONS))})."
         )
-    expanded = _expand(str(path))
+    expanded = _expand(str(path), natural)
     if expanded is None:
         raise DataError(f"{name}: no such file or folder; check the path.")
     shards = [Path(found) for found in expanded if found.lower().endswith(SHARD)]
@@ -197,12 +214,15 @@ def _open(name: str, cache: Path | None) -> ImageSource:
         return ShardSource(shards, cache=cache)
     images = [found for found in expanded if _is_image(found)]
     if images:
-        return _listed(images, Path(), name)
+        source = _listed(images, Path(), name)
+        suffixes = (Path(found).suffix.lower() for found in expanded if not _is_image(found))
+        source.passed_over.update(suffixes)
+        return source
     raise DataError(f"{name}: no image and no .tar shard matches this pattern; check it.")
 
 
-def _open_folder(folder: Path, cache: Path | None) -> ImageSource:
-    source = FolderSource(folder, cache_dir=cache)
+def _open_folder(folder: Path, cache: Path | None, natural: bool) -> ImageSource:
+    source = FolderSource(folder, cache_dir=cache, natural=natural)
     if not len(source):
         raise DataError(
             f"{folder}: no image and no .tar shard in this folder or below; extensions looked for: "
@@ -254,7 +274,7 @@ def _is_file_name(name: str) -> bool:
 # --------------------------------------------------------------------------------------- patterns
 
 
-def _expand(pattern: str) -> list[str] | None:
+def _expand(pattern: str, natural: bool) -> list[str] | None:
     """Files that a pattern with {a,b}, {00..12}, *, ? or [] stands for; None if it is no pattern.
 
     Names without a wildcard are kept even if they do not exist: a missing shard must be an error.
@@ -264,8 +284,13 @@ def _expand(pattern: str) -> list[str] | None:
         return None
     found: list[str] = []
     for name in names:
-        matches = glob.glob(name, recursive=True) if _has_wildcard(name) else [name]  # noqa: PTH207
-        found += sorted(matches)
+        if _has_wildcard(name):
+            matches = glob.glob(name, recursive=True)  # noqa: PTH207
+            if natural:
+                matches = [match for match in matches if not Path(match).is_dir()]
+            found += sorted(matches, key=natural_key if natural else None)
+        else:
+            found.append(name)
     return list(dict.fromkeys(found))
 
 

@@ -47,7 +47,7 @@ Sections = Mapping[str, Mapping[str, Tensor]]
 """Tensors by section ("student", "optimizer", ...) and name."""
 
 
-class Checkpoint(NamedTuple):
+class TrainingCheckpoint(NamedTuple):
     """What was read back."""
 
     path: Path
@@ -161,7 +161,7 @@ class CheckpointStore:
                 if _TEMPORARY.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
 
-    def load(self, step: int | None = None) -> Checkpoint | None:
+    def load(self, step: int | None = None) -> TrainingCheckpoint | None:
         """The checkpoint of a step, by default the last; None if there is none."""
         steps = self.steps()
         if step is None and not steps:
@@ -169,7 +169,7 @@ class CheckpointStore:
         return read(self.path(steps[-1] if step is None else step))
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path) -> TrainingCheckpoint:
     """One checkpoint folder."""
     try:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
@@ -193,7 +193,7 @@ def read(path: Path) -> Checkpoint:
             f"checkpoint {path} cannot be read ({error}); delete that folder to go on from an "
             "older one."
         ) from error
-    return Checkpoint(path, about, sections)
+    return TrainingCheckpoint(path, about, sections)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor], target: Path) -> None:
@@ -206,7 +206,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], target: Path) -> N
 
 
 def check_resume(
-    checkpoint: Checkpoint, config: DistillConfig, group: StudentGroup, plan: TrainingPlan
+    checkpoint: TrainingCheckpoint, config: DistillConfig, group: StudentGroup, plan: TrainingPlan
 ) -> None:
     """Refuse to go on with another student, other teachers, another optimiser or a rate that rises.
 
@@ -245,7 +245,7 @@ def check_resume(
     _check_cooldown(checkpoint, plan)
 
 
-def _check_cooldown(checkpoint: Checkpoint, plan: TrainingPlan) -> None:
+def _check_cooldown(checkpoint: TrainingCheckpoint, plan: TrainingPlan) -> None:
     """Refuse a new plan for a run that has begun to cool down: its rate would rise again."""
     about, out = checkpoint.about, str(checkpoint.path.parents[1])
     steps = int(about["provenance"]["steps_planned"])

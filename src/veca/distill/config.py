@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from veca._util.settings import Reader, Settings, Words, to_table, to_toml
+from veca._util.settings import SettingsReader, SettingsTables, Words, to_table, to_toml
 from veca.data.augment import AugmentConfig
 from veca.data.faults import LIMIT
 from veca.distill.optim import NAMES as OPTIMIZERS
@@ -22,7 +22,7 @@ from veca.errors import DistillError, suggest
 PRECISIONS = ("auto", "bfloat16", "float32")
 PARALLELS = ("auto", "none", "ddp", "fsdp")
 
-READER = Reader(
+READER = SettingsReader(
     DistillError,
     Words(
         no_file="there is no settings file {path}; recipes are in configs/.",
@@ -377,7 +377,7 @@ class DistillConfig:
     @classmethod
     def from_dict(cls, table: object) -> DistillConfig:
         """Unknown settings are refused, with the nearest known name."""
-        return READER.build(cls, Settings(table))
+        return READER.build(cls, SettingsTables(table))
 
 
 def load_config(
@@ -396,7 +396,7 @@ def load_config(
         data: replaces `data.source`.
         teacher: replaces the first teacher's name.
     """
-    settings = Settings() if path is None else READER.read(path)
+    settings = SettingsTables() if path is None else READER.read(path)
     if data is not None:
         READER.set(settings, ("data", "source"), data)
     if teacher is not None:

@@ -28,7 +28,7 @@ Images = Any
 
 
 @dataclass
-class Data:
+class ImageSplit:
     """Training images, and others that are never trained on."""
 
     source: Images
@@ -47,7 +47,7 @@ class Data:
 
 def open_data(
     config: DataConfig, world: World, *, source: Images = None, validation: Images = None
-) -> Data:
+) -> ImageSplit:
     """The images of the settings, or those given, split into training and validation."""
     given = source if source is not None else config.source
     if isinstance(given, str) and not given:
@@ -55,9 +55,9 @@ def open_data(
     images = _open(given, config, world)
     other = validation if validation is not None else (config.validation or None)
     if other is not None:
-        return Data(images, None, _open(other, config, world), None, "a set of its own")
+        return ImageSplit(images, None, _open(other, config, world), None, "a set of its own")
     if not config.hold_out:
-        return Data(images, None, None, None, "none")
+        return ImageSplit(images, None, None, None, "none")
     try:
         train, held = hold_out(len(images), config.hold_out, seed=config.split_seed)
     except DataError as error:  # it knows the numbers, not where they were set
@@ -65,7 +65,7 @@ def open_data(
             f"data.hold_out: {error} Give more images, or hold out fewer (--set data.hold_out=N)."
         ) from error
     split = f"{len(held)} of {len(images)} images held out, drawn with seed {config.split_seed}"
-    return Data(images, train, images, held, split)
+    return ImageSplit(images, train, images, held, split)
 
 
 def _open(given: Images, config: DataConfig, world: World) -> Images:
@@ -100,7 +100,7 @@ def _workers(config: DataConfig) -> int | None:
 
 def training_loader(
     config: DistillConfig,
-    data: Data,
+    data: ImageSplit,
     plan: TrainingPlan,
     teacher_size: Callable[[int], tuple[int, int]],
     world: World,
@@ -131,7 +131,7 @@ def training_loader(
 
 
 def validation_loader(
-    config: DistillConfig, data: Data, plan: TrainingPlan, world: World
+    config: DistillConfig, data: ImageSplit, plan: TrainingPlan, world: World
 ) -> Loader | None:
     """The held-out images in order, cut in the middle, not recoloured."""
     if data.validation is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from veca._util.memory import peak_tensor_memory
 from veca.cost import cost
 from veca.distill.config import DistillConfig
-from veca.distill.data import Data, Images, open_data, training_loader
+from veca.distill.data import Images, ImageSplit, open_data, training_loader
 from veca.distill.parallel import World, launch, own_torch_state
 from veca.distill.schedule import TrainingPlan, build_plan
 from veca.distill.step import training_step
@@ -117,7 +117,7 @@ def describe(
     config: DistillConfig,
     plan: TrainingPlan,
     group: StudentGroup,
-    data: Data,
+    data: ImageSplit,
     world: World,
     done: int = 0,
 ) -> list[str]:

@@ -19,14 +19,15 @@ from typing import Any
 import numpy
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from torch import Tensor
 
 import veca
 from veca._util import files
+from veca._util.extras import require
+from veca._util.progress import Update, progress_bar
 from veca.distill.parallel import World
 from veca.distill.schedule import StepPlan
-from veca.errors import DistillError, DivergedError, MissingExtraError
+from veca.errors import DistillError, DivergedError
 
 METRICS, RUN = "metrics.jsonl", "run.json"
 _PLAIN_EVERY_S = 30.0
@@ -122,8 +123,8 @@ class RunLogger:
     ) -> None:
         self.out, self.steps, self.active = out, steps, active
         self.console = console if active else None
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._bar: Update | None = None
+        self._closing = contextlib.ExitStack()
         self._said = 0.0
         self._board: Any = None
         self._wandb: Any = None
@@ -139,11 +140,9 @@ class RunLogger:
 
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
         if self.console is not None and self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=None), console=self.console
-            )
-            self._task = self._progress.add_task("starting", total=steps, completed=start)
-            self._progress.start()
+            bar = progress_bar("starting", self.console, counts=False)
+            self._bar = self._closing.enter_context(bar)
+            self._bar(start, steps)
 
     # ------------------------------------------------------------------------------- while it runs
 
@@ -204,15 +203,15 @@ class RunLogger:
             self._file.flush()
 
     def close(self) -> None:
-        for closing in (self._progress and self._progress.stop, self._board and self._board.close):
-            if closing:
-                closing()
+        self._closing.close()
+        if self._board is not None:
+            self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
-        self._file = self._board = self._wandb = self._progress = None
+        self._file = self._board = self._wandb = self._bar = None
 
     # ------------------------------------------------------------------------------------- inside
 
@@ -232,8 +231,8 @@ class RunLogger:
             f"step {record['step']}/{self.steps}  loss {record['loss']:.4f}  {cores}"
             f"{record['size']} px  {rate:,.0f} images/s  {_duration(left)} left"
         )
-        if self._progress is not None:
-            self._progress.update(self._task, description=line, completed=record["step"])
+        if self._bar is not None:
+            self._bar(record["step"], self.steps, line)
             return
         now = time.monotonic()
         if now - self._said >= _PLAIN_EVERY_S or record["step"] == self.steps:
@@ -272,12 +271,7 @@ def _drop_after(path: Path, step: int) -> None:
 
 
 def _start_wandb(project: str, out: Path, config: Mapping[str, Any]) -> Any:
-    try:
-        import wandb  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise MissingExtraError(
-            "follow.wandb needs wandb; install it with: pip install wandb"
-        ) from error
+    wandb = require("wandb", "follow.wandb")
     name = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16]
     return wandb.init(project=project, name=out.name, id=name, resume="allow", config=dict(config))
 

@@ -22,13 +22,13 @@ from rich.console import Console
 
 from veca._util.files import atomic_write_text, folder_to_fill, place_for
 from veca.distill.checkpoint import (
-    Checkpoint,
     CheckpointStore,
+    TrainingCheckpoint,
     changed_settings,
     check_resume,
 )
 from veca.distill.config import DistillConfig
-from veca.distill.data import Data, Images, open_data, training_loader, validation_loader
+from veca.distill.data import Images, ImageSplit, open_data, training_loader, validation_loader
 from veca.distill.dry_run import describe
 from veca.distill.export import FINAL, SIBLINGS, export_sections
 from veca.distill.logger import RunLogger, StepMeter, code_version, machine, versions, write_run
@@ -131,7 +131,7 @@ class TrainingRun:
         """Everything before the first step; what has to be closed goes on `stack`."""
         config, out, world = self.config, self.out, self.world
         checkpoint = self._find_checkpoint(resume, stack)
-        self.data: Data = open_data(config.data, world, source=source, validation=validation)
+        self.data: ImageSplit = open_data(config.data, world, source=source, validation=validation)
         self.teachers = open_teachers(config, world, teachers)
         self.group = StudentGroup(config, self.teachers, world)
         architecture = self.group.main.architecture
@@ -325,7 +325,9 @@ class TrainingRun:
 
     # ------------------------------------------------------------------------------ beginnings
 
-    def _find_checkpoint(self, resume: bool, stack: contextlib.ExitStack) -> Checkpoint | None:
+    def _find_checkpoint(
+        self, resume: bool, stack: contextlib.ExitStack
+    ) -> TrainingCheckpoint | None:
         """The checkpoint to go on from, on all ranks; the first rank reads it.
 
         That rank makes the run's folder, too; if it is still empty then, `stack` removes it.
@@ -357,7 +359,7 @@ class TrainingRun:
         spread = {
             name: self.world.spread(None if sections is None else sections[name]) for name in names
         }
-        return Checkpoint(self.store.path(int(about["step"])), about, spread)
+        return TrainingCheckpoint(self.store.path(int(about["step"])), about, spread)
 
     def _check_sizes(self) -> None:
         """Settle the grid of validation, and have every size refused that a teacher cannot see."""

@@ -11,10 +11,9 @@ import logging
 import os
 import socket
 import sysconfig
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,13 @@ import torch
 
 from veca import errors
 from veca._util.extras import require
-from veca._util.threads import lanes_for
+from veca._util.threads import batches_at_once
 from veca.data.sources import ImageSource
-from veca.embed.plan import Plan, Shard
+from veca.embed.pipeline import read_ahead
+from veca.embed.plan import Plan
 from veca.embed.settings import Settings
-from veca.embed.shards import Compute, OrderedMap, Results, embed_shards
-from veca.embed.writers.parquet import ShardRecord, shard_path
+from veca.embed.shards import compute_for, embed_shards
+from veca.embed.writers.parquet import Shard, ShardRecord, shard_path
 from veca.errors import DataError, InputError, VecaError
 from veca.model import Veca, create_model
 
@@ -112,8 +112,8 @@ class _Worker:
         dtype: torch.dtype = getattr(torch, self._settings.precision)
         model = create_model(self._settings.model_config)
         model.load_state_dict(given["state"])
-        self._lanes = lanes_for(device, self._cpus)
-        self._compute = Compute(model.eval().to(device=device, dtype=dtype), self._settings)
+        self._at_once = batches_at_once(device, self._cpus)
+        self._compute = compute_for(model.eval().to(device=device, dtype=dtype), self._settings)
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         shard = Shard(**{name: int(row[name]) for name in Shard._fields})
@@ -126,32 +126,14 @@ class _Worker:
                 self._compute,
                 self._settings,
                 self._folder,
-                ordered_map=_threaded_map(self._cpus),
-                lanes=self._lanes,
+                # Threads: a Ray worker should not fork.
+                decode_ahead=partial(read_ahead, workers=self._cpus, ahead=4 * self._cpus),
+                at_once=self._at_once,
             )
             done |= {"rows": record.rows, "failures": json.dumps(record.failures)}
         except VecaError as error:  # as a row: Ray would bury it under tracebacks and try again
             done["error"] = json.dumps([type(error).__name__, str(error)])
         return {**done, "images": shard.stop - shard.start}
-
-
-def _threaded_map(threads: int) -> OrderedMap:
-    """`map` with some results computed ahead by threads: a Ray worker should not fork."""
-
-    def ordered_map(function: Callable[[Any], Any], jobs: Iterable[Any]) -> Results:
-        waiting: deque[Future[Any]] = deque()
-        with ThreadPoolExecutor(threads, "veca-decode") as pool:
-            try:
-                for job in jobs:
-                    waiting.append(pool.submit(function, job))
-                    if len(waiting) > 4 * threads:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
-            finally:
-                pool.shutdown(cancel_futures=True)
-
-    return ordered_map
 
 
 def _connect(ray: Any, address: str | None, stack: ExitStack) -> None:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from veca._util.extras import require
-from veca._util.files import atomic_write_text, place_for, printable
+from veca._util.files import place_for, printable
+from veca._util.threads import batches_at_once
 from veca.checks import check_model
-from veca.data.sources import ImageSource, Spec, open_source
-from veca.embed import local
-from veca.embed.plan import GONE, Plan, Shard, locked, open_plan
+from veca.data import pool
+from veca.data.sources import ImageSource
+from veca.embed.plan import GONE, Plan, images_for, locked, open_plan
 from veca.embed.settings import Settings
-from veca.embed.writers.parquet import ShardRecord, finished_shards
+from veca.embed.shards import compute_for, embed_shards
+from veca.embed.sources import Sources
+from veca.embed.writers import FAILURES, write_failures
+from veca.embed.writers.parquet import Shard, ShardRecord, finished_shards
 from veca.errors import ImageError, InputError, at_least, suggest
 from veca.images import Size
 from veca.model import Veca, evaluating
 from veca.weights import load
 
-FAILURES = "failures.jsonl"
 ENGINES = ("local", "ray")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,7 +58,7 @@ class EmbedReport:
 
 
 def embed(
-    source: Spec,
+    source: Sources,
     out: str | os.PathLike[str],
     *,
     weights: str | os.PathLike[str] | Veca = "veca_tiny_patch16",
@@ -132,7 +134,7 @@ def embed(
         workers = at_least("workers", workers, least=1 if engine == "ray" else 0)
     if threads is not None:
         threads = at_least("threads", threads)
-    images = open_source(source)  # before the weights, which may take a download
+    images = images_for(folder, source)  # before the weights, which may take a download
     # With Ray the model runs on the cluster; here it is only packed up.
     model, weights_from = _model(weights, "cpu" if engine == "ray" else device, precision)
     settings = Settings.of(
@@ -205,13 +207,35 @@ def _engine(
     device: str,
     address: str | None,
 ) -> Iterator[ShardRecord]:
-    work = (state.left, state.plan, source, model, state.settings, state.folder)
-    how: dict[str, Any] = {"workers": workers, "threads": threads, "on_images": state.count}
     if engine == "ray":
         from veca.embed import cluster
 
-        return cluster.run(*work, **how, device=device, address=address)
-    return local.run(*work, **how)
+        return cluster.run(
+            state.left,
+            state.plan,
+            source,
+            model,
+            state.settings,
+            state.folder,
+            workers=workers,
+            threads=threads,
+            device=device,
+            address=address,
+            on_images=state.count,
+        )
+    compute = compute_for(model, state.settings)
+    workers = pool.default_workers() if workers is None else workers
+    return embed_shards(
+        state.left,
+        state.plan,
+        source,
+        compute,
+        state.settings,
+        state.folder,
+        decode_ahead=partial(pool.ordered_map, workers=workers),
+        at_once=batches_at_once(compute.device, threads),
+        on_images=state.count,
+    )
 
 
 class _State:
@@ -272,13 +296,7 @@ class _State:
 
     def write_failures(self) -> None:
         """Make failures.jsonl say what the shards say."""
-        path = self.folder / FAILURES
-        lines = [{"path": name, "reason": reason} for name, reason in self.failures()]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        if not text:
-            path.unlink(missing_ok=True)
-        elif not path.exists() or path.read_text("utf-8") != text:
-            atomic_write_text(path, text)
+        write_failures(self.folder / FAILURES, self.failures())
 
     def _check(self, shards: Sequence[Shard]) -> None:
         """Each shard that is there must hold as many images as the plan says."""

@@ -5,7 +5,7 @@ stopped goes on where it stopped: files that are there, were made with the same 
 the image as it is now (its size and its modification time say so) are kept. `features.json` in the
 folder records the settings, and a run with other settings is refused. A single file is collected
 in memory and written at the very end: it cannot be resumed, and suits collections that fit in
-memory. `veca.embed.writers.files` says what the files hold.
+memory. `veca.embed.writers.files` says what they hold.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from veca._util.files import place_for
-from veca._util.memory import is_out_of_memory
+from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
-from veca.config import VecaConfig
-from veca.embed.pipeline import Item, Reading, Ready, compute_all, gather, read_ahead
-from veca.embed.writers.files import FORMATS
-from veca.embed.writers.folder import Done, Folder, Output, SingleFile, write_failures
+from veca.embed.pipeline import DTYPES, Compute, batch_by_shape, compute_ahead, read_ahead
+from veca.embed.sources import Source, Sources, open_images, to_read
+from veca.embed.writers import CollectionWriter, Result, write_failures
+from veca.embed.writers.files import FORMATS, NamedImage
+from veca.embed.writers.folder import FolderWriter
+from veca.embed.writers.single_file import SingleFileWriter
 from veca.errors import ImageError, InputError, at_least, suggest
-from veca.images import FITS, Preprocessed, Size, check_size, find_images, preprocess
+from veca.images import FITS, Preprocessed, Size, check_size, preprocess
 from veca.model import Veca, evaluating
 from veca.weights import weights_hash
 
 WHAT = ("cls", "patches")
 """What can be written: the global embedding, the dense features."""
-DTYPES = {"float16": torch.float16, "float32": torch.float32}
-"""What features can be written as."""
 
-Source: TypeAlias = "str | os.PathLike[str]"
+_FileWriter: TypeAlias = "FolderWriter | SingleFileWriter"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Summary:
 
 def extract(
     model: Veca,
-    sources: Source | Iterable[Source],
+    sources: Sources,
     out: Source,
     *,
     cores: int | None = None,
@@ -88,7 +89,8 @@ def extract(
     """Compute the features of `sources` and write them to `out`.
 
     Args:
-        sources: files, folders (with their subfolders) and glob patterns.
+        sources: files, folders (with their subfolders), lists, tar shards and patterns; see
+            `veca.embed.sources`.
         out: a folder, or a file ending in .npz or .safetensors that holds all images (with
             patches only if all their grids agree).
         cores: the budget; by default the whole bank.
@@ -116,45 +118,67 @@ def extract(
     workers = min(8, os.cpu_count() or 1) if workers is None else at_least("workers", workers)
     _check_choice("on_error", on_error, ("skip", "raise"))
     settings = _settings(model, cores, size, fit, what, dtype)
-    paths = list(dict.fromkeys(_absolute(path) for path in find_images(sources)))
-    output = _open_output(
+    source = open_images(sources)
+    found: dict[Path, int] = {}
+    for i in range(len(source)):
+        found.setdefault(_absolute(source.name(i)), i)
+    places = list(found.values())
+    writer = _open_writer(
         place,
         settings,
-        paths,
+        list(found),
         format=format,
         root=None if root is None else _absolute(root),
         overwrite=overwrite,
     )
 
-    tally = _Tally(len(paths), progress)
-    read = _reader(model.config, size, fit, output.has)
-    reading = read_ahead(output.items, read, workers=workers, ahead=workers + batch_size)
-    with evaluating(model), contextlib.closing(output), contextlib.closing(reading):
-        ready = _sift(reading, tally, strict=on_error == "raise")
-        results = compute_all(
-            gather(ready, batch_size),
-            lambda batch: _compute(model, batch, settings),
-            device=next(model.parameters()).device,
-            expected=math.ceil(len(paths) / batch_size),
+    def read(item: NamedImage) -> _Reading:
+        # Looking for finished files is slow, too, and so is done by the reading threads.
+        try:
+            if writer.has(item):
+                return item, None
+            return item, preprocess(to_read(source, places[item.place]), size, fit=fit, model=model)
+        except ImageError as error:
+            return item, error
+        except OSError as error:  # of a shard
+            return item, ImageError(f"{item.path}: {error.strerror or error}")
+
+    tally = _Tally(len(places), progress)
+    compute = Compute(model, cores=settings["cores"], what=settings["what"], dtype=dtype)
+    threads = batches_at_once(compute.device)
+    at_once = 1
+    if compute.device.type == "cpu":
+        at_once = max(1, min(threads, math.ceil(len(places) / batch_size)))
+    reading = read_ahead(
+        read, writer.items, workers=workers, ahead=workers + batch_size, nbytes=_nbytes
+    )
+    with evaluating(model), contextlib.closing(writer), contextlib.closing(reading):
+        ready = _sift(reading, writer, tally, strict=on_error == "raise")
+        results = compute_ahead(
+            partial(_compute, compute, cores=settings["cores"]),
+            batch_by_shape(ready, batch_size),
+            at_once=at_once,
+            # If there are few batches, each gets more than one thread.
+            threads=threads // at_once if at_once > 1 else None,
         )
         with contextlib.closing(results):
             for batch in results:
-                output.add(batch)
+                writer.add(batch)
                 tally.count(computed=len(batch))
         if tally.good:
-            output.finish()
+            writer.finish()
 
-    failures_file = write_failures(output.failures_path, tally.failed)
+    failures_file = write_failures(writer.failures_path, writer.failed)
     if not tally.good:
         raise ImageError(
-            f"none of {len(paths)} images could be read; the first: {': '.join(tally.failed[0])} "
-            f"(all are listed in {failures_file})"
+            f"none of {len(places)} images could be read; the first: "
+            f"{': '.join(writer.failed[0])} (all are listed in {failures_file})"
         )
     return Summary(
-        images=len(paths),
+        images=len(places),
         computed=tally.computed,
         reused=tally.reused,
-        failed=tuple(tally.failed),
+        failed=tuple(writer.failed),
         seconds=time.perf_counter() - start,
         out=place,
         failures_file=failures_file,
@@ -184,7 +208,7 @@ def _settings(
     }
 
 
-def _open_output(
+def _open_writer(
     out: Path,
     settings: dict[str, Any],
     paths: Sequence[Path],
@@ -192,14 +216,14 @@ def _open_output(
     format: str | None,
     root: Path | None,
     overwrite: bool,
-) -> Output:
+) -> _FileWriter:
     if format is not None:
         _check_choice("format", format, FORMATS)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     fingerprint = f"veca-features-1-{digest[:16]}"
     implied = out.suffix.removeprefix(".")
     if implied not in FORMATS or out.is_dir():
-        return Folder(
+        return FolderWriter(
             out,
             fingerprint,
             settings,
@@ -213,7 +237,7 @@ def _open_output(
             f"format {format!r} does not agree with the name {out.name!r}; leave out the format, "
             "or choose another name."
         )
-    return SingleFile(out, fingerprint, paths, root=root, overwrite=overwrite)
+    return SingleFileWriter(out, fingerprint, paths, root=root, overwrite=overwrite)
 
 
 @dataclass
@@ -224,100 +248,75 @@ class _Tally:
     progress: Callable[[int, int], None] | None
     computed: int = 0
     reused: int = 0
-    failed: list[tuple[str, str]] = field(default_factory=list)
+    failed: int = 0
 
     @property
     def good(self) -> int:
         return self.computed + self.reused
 
-    def count(
-        self, *, computed: int = 0, reused: int = 0, failed: tuple[str, str] | None = None
-    ) -> None:
+    def count(self, *, computed: int = 0, reused: int = 0, failed: int = 0) -> None:
         self.computed += computed
         self.reused += reused
-        self.failed += [failed] if failed else []
+        self.failed += failed
         if self.progress:
-            self.progress(self.good + len(self.failed), self.total)
+            self.progress(self.good + self.failed, self.total)
 
 
-def _reader(
-    config: VecaConfig, size: Size, fit: str, is_done: Callable[[Item], bool]
-) -> Callable[[Item], Reading]:
-    """What the reading threads do, looking for finished files included: it is slow, too."""
+class _Image(NamedTuple):
+    """An image that has been read."""
 
-    def read(item: Item) -> Reading:
-        try:
-            if is_done(item):
-                return None
-            return preprocess(
-                item.path,
-                size,
-                fit=fit,
-                patch_size=config.patch_size,
-                mean=config.image_mean,
-                std=config.image_std,
-            )
-        except ImageError as error:
-            return error
+    item: NamedImage
+    image: Preprocessed
 
-    return read
+    @property
+    def pixels(self) -> Tensor:
+        return self.image.pixels
+
+
+_Reading: TypeAlias = "tuple[NamedImage, Preprocessed | ImageError | None]"
+"""An image, or why it cannot be read, or None: there is nothing to do."""
+
+
+def _nbytes(reading: _Reading) -> int:
+    return reading[1].pixels.nbytes if isinstance(reading[1], Preprocessed) else 0
 
 
 def _sift(
-    readings: Iterable[tuple[Item, Reading]], tally: _Tally, *, strict: bool
-) -> Iterator[Ready]:
+    readings: Iterable[_Reading],
+    writer: CollectionWriter[NamedImage],
+    tally: _Tally,
+    *,
+    strict: bool,
+) -> Iterator[_Image]:
     """The images that are there to be computed; the others are counted."""
     for item, reading in readings:
         if reading is None:
             tally.count(reused=1)
         elif isinstance(reading, Preprocessed):
-            yield Ready(item, reading)
+            yield _Image(item, reading)
         elif strict:
             raise reading
         else:
-            path = str(item.path)
-            tally.count(failed=(path, str(reading).removeprefix(f"{path}: ")))
+            writer.fail(item, str(reading).removeprefix(f"{item.path}: "))
+            tally.count(failed=1)
 
 
-def _compute(model: Veca, batch: list[Ready], settings: dict[str, Any]) -> list[Done]:
-    pixels = torch.cat([one.image.pixels for one in batch])
-    height, width = pixels.shape[2:]
-    try:
-        with torch.inference_mode():
-            out = model(pixels.to(next(model.parameters()).device), cores=settings["cores"])
-            tensors = {"cls": out.cls, "patches": out.patches.unflatten(1, out.grid)}
-            features = {
-                name: _as_written(tensors[name], settings["dtype"]) for name in settings["what"]
-            }
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise InputError(
-            f"out of memory with {len(batch)} images of {height} x {width} pixels; "
-            "use a smaller batch size, a smaller size or, on a CPU, fewer threads."
-        ) from error
-    done = []
+def _compute(compute: Compute, batch: list[_Image], *, cores: int) -> list[Result[NamedImage]]:
+    pixels = torch.cat([one.pixels for one in batch])
+    features, grid = compute(pixels)
+    results = []
     for i, (item, image) in enumerate(batch):
         facts = {
-            "grid": out.grid,
-            "cores": settings["cores"],
+            "grid": grid,
+            "cores": cores,
             "original_size": image.original_sizes[0],
-            "input_size": (height, width),
+            "input_size": tuple(pixels.shape[2:]),
             "valid_size": image.valid,
             "crop_box": image.crop_box[0],
         }
         numbers = {name: np.array(value, dtype=np.int64) for name, value in facts.items()}
-        done.append(Done(item, {**{k: v[i] for k, v in features.items()}, **numbers}))
-    return done
-
-
-def _as_written(features: Tensor, dtype: str) -> np.ndarray[Any, Any]:
-    written = features.to(DTYPES[dtype])
-    if not torch.isfinite(written).all():
-        hint = "write them as float32" if torch.isfinite(features).all() else "check the weights"
-        raise InputError(f"features are NaN or too large for {dtype}; {hint}.")
-    array: np.ndarray[Any, Any] = written.cpu().numpy()
-    return array
+        results.append(Result(item, {**{k: v[i] for k, v in features.items()}, **numbers}))
+    return results
 
 
 def _absolute(path: Source) -> Path:

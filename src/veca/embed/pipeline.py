@@ -1,103 +1,143 @@
-"""Images on their way to the model: read ahead by threads, gathered by size, in bounded memory."""
+"""Images on their way to features: read ahead, batched by shape, computed, in bounded memory.
+
+Every way from images to features is built of these: `veca features`, `veca embed` (here and on a
+cluster) and the probes. What comes out goes to one of the `writers`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from veca._util.threads import lanes_for, open_lanes
-from veca.errors import ImageError, VecaError
-from veca.images import Preprocessed
+from veca._util.memory import is_out_of_memory
+from veca._util.threads import compute_pool
+from veca.errors import InputError, VecaError
+from veca.images import normalize
+from veca.model import Veca
 
-Result = TypeVar("Result")
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+"""What features can be written as."""
 
 # Decoded pixels held beside the batches that are being computed, at most about twice this: once
-# read ahead, once waiting for others of their size. The images of a batch are held whatever their
+# read ahead, once waiting for others of their shape. The images of a batch are held whatever their
 # size.
 HOLD_BYTES = 512 * 2**20
 
-
-class Item(NamedTuple):
-    """An image to be read."""
-
-    place: int
-    """In the order of the sources."""
-    path: Path
-    name: str
-    """Its path relative to the root, with forward slashes."""
-
-
-class Ready(NamedTuple):
-    """An image that has been read."""
-
-    item: Item
-    image: Preprocessed
-
-
-Reading: TypeAlias = "Preprocessed | ImageError | None"
-"""An image, or why it cannot be read, or None: there is nothing to do."""
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
 
 
 def read_ahead(
-    items: Sequence[Item], read: Callable[[Item], Reading], *, workers: int, ahead: int
-) -> Generator[tuple[Item, Reading], None, None]:
-    """What `read` gives for each item, in order, up to `ahead` of them computed in advance."""
-    waiting: deque[tuple[Item, Future[Reading]]] = deque()
-    left = iter(items)
+    read: Callable[[Job], Answer],
+    jobs: Iterable[Job],
+    *,
+    workers: int,
+    ahead: int,
+    nbytes: Callable[[Answer], int] = lambda answer: 0,
+) -> Generator[Answer, None, None]:
+    """What `read` gives for each job, in order, in advance by threads.
+
+    Args:
+        ahead: answers that may wait, at most.
+        nbytes: the size of an answer; when `HOLD_BYTES` wait, no more are begun.
+    """
+    waiting: deque[Future[Answer]] = deque()
+    left = iter(jobs)
     with ThreadPoolExecutor(workers, "veca-read") as pool:
         try:
             while True:
-                held = sum(_bytes(future.result()) for _, future in waiting if future.done())
+                # A failure waits for its turn, like an answer.
+                ready = (f for f in waiting if f.done() and f.exception() is None)
+                held = sum(nbytes(future.result()) for future in ready)
                 while len(waiting) < ahead and held < HOLD_BYTES:
-                    item = next(left, None)
-                    if item is None:
+                    try:
+                        waiting.append(pool.submit(read, next(left)))
+                    except StopIteration:
                         break
-                    waiting.append((item, pool.submit(read, item)))
                 if not waiting:
                     return
-                item, future = waiting.popleft()
-                yield item, future.result()
+                yield waiting.popleft().result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def gather(ready: Iterable[Ready], batch_size: int) -> Iterator[list[Ready]]:
-    """Batches of one pixel size. When too many sizes wait for company, the largest group goes."""
-    groups: dict[tuple[int, ...], list[Ready]] = {}
-    for one in ready:
-        shape = tuple(one.image.pixels.shape)
-        groups.setdefault(shape, []).append(one)
-        if len(groups[shape]) == batch_size:
-            yield groups.pop(shape)
-            continue
-        waiting = [each for group in groups.values() for each in group]
-        held = sum(_bytes(each.image) for each in waiting)
-        if len(waiting) >= 4 * batch_size or held >= HOLD_BYTES:
-            yield groups.pop(max(groups, key=lambda shape: len(groups[shape])))
-    yield from groups.values()
+class _HasPixels(Protocol):
+    @property
+    def pixels(self) -> Tensor | NDArray[Any]: ...
 
 
-def compute_all(
-    batches: Iterable[list[Ready]],
-    compute: Callable[[list[Ready]], Result],
+Image = TypeVar("Image", bound=_HasPixels)
+
+
+class ShapeBatches(Generic[Image]):
+    """Gathers images into batches of one shape."""
+
+    def __init__(self, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._groups: dict[tuple[int, ...], list[Image]] = {}
+        self.images = self.nbytes = 0
+        """What waits for others of its shape."""
+
+    def add(self, image: Image) -> Iterator[list[Image]]:
+        """Take an image; gives its batch if that is full now."""
+        shape = tuple(image.pixels.shape)
+        group = self._groups.setdefault(shape, [])
+        group.append(image)
+        self.images, self.nbytes = self.images + 1, self.nbytes + image.pixels.nbytes
+        if len(group) == self._batch_size:
+            yield self._pop(shape)
+
+    def largest(self) -> list[Image]:
+        """The batch that has waited for the most company."""
+        return self._pop(max(self._groups, key=lambda shape: len(self._groups[shape])))
+
+    def rest(self) -> Iterator[list[Image]]:
+        """All that waits."""
+        yield from [self._pop(shape) for shape in list(self._groups)]
+
+    def _pop(self, shape: tuple[int, ...]) -> list[Image]:
+        batch = self._groups.pop(shape)
+        self.images -= len(batch)
+        self.nbytes -= sum(image.pixels.nbytes for image in batch)
+        return batch
+
+
+def batch_by_shape(images: Iterable[Image], batch_size: int) -> Iterator[list[Image]]:
+    """Batches of one shape. When too much waits for company, the largest group goes as it is."""
+    batches: ShapeBatches[Image] = ShapeBatches(batch_size)
+    for image in images:
+        yield from batches.add(image)
+        if batches.images >= 4 * batch_size or batches.nbytes >= HOLD_BYTES:
+            yield batches.largest()
+    yield from batches.rest()
+
+
+def compute_ahead(
+    compute: Callable[[Job], Answer],
+    batches: Iterable[Job],
     *,
-    device: torch.device,
-    expected: int,
-) -> Generator[Result, None, None]:
-    """What `compute` gives for each batch, in order; on a CPU several batches at a time.
+    at_once: int,
+    threads: int | None,
+    queued: int = 1,
+) -> Generator[Answer, None, None]:
+    """What `compute` gives for each batch, in order; several batches at a time.
 
-    `expected` is about how many batches there are: if few, each gets more than one thread. What is
-    computed when `batches` raises is given all the same.
+    Answers for what came before an error of `batches` are given all the same.
+
+    Args:
+        threads: of torch, for each batch. None: one batch at a time, with what threads there are.
+        queued: batches that wait to be computed, so that no worker is ever idle.
     """
-    threads = lanes_for(device)
-    lanes = max(1, min(threads, expected))
-    if device.type != "cpu" or lanes == 1:
+    if threads is None:
         yield from map(compute, batches)
         return
     # A caller's autocast holds in its own thread only.
@@ -108,16 +148,16 @@ def compute_all(
         enabled=torch.is_autocast_enabled("cpu"),
     )
 
-    def compute_in_lane(batch: list[Ready]) -> Result:
+    def compute_as_caller(batch: Job) -> Answer:
         with autocast():
             return compute(batch)
 
-    waiting: deque[Future[Result]] = deque()
-    with open_lanes(lanes, threads=threads // lanes) as pool:
+    waiting: deque[Future[Answer]] = deque()
+    with compute_pool(at_once, threads=threads) as pool:
         try:
             for batch in batches:
-                waiting.append(pool.submit(compute_in_lane, batch))
-                if len(waiting) > lanes:  # one more than there are lanes: none is ever idle
+                waiting.append(pool.submit(compute_as_caller, batch))
+                if len(waiting) >= at_once + queued:
                     yield waiting.popleft().result()
         except VecaError:
             while waiting:
@@ -127,5 +167,57 @@ def compute_all(
             yield waiting.popleft().result()
 
 
-def _bytes(reading: Reading) -> int:
-    return reading.pixels.nbytes if isinstance(reading, Preprocessed) else 0
+class Computed(NamedTuple):
+    """Of a batch."""
+
+    features: dict[str, NDArray[Any]]
+    """As they are written: "cls" [B, D] and "patches" [B, h, w, D], as far as asked for."""
+    grid: tuple[int, int]
+
+
+class Compute:
+    """A model, which is in evaluation mode, and what is wanted of it. Any thread may call it."""
+
+    def __init__(self, model: Veca, *, cores: int, what: Sequence[str], dtype: str) -> None:
+        self._model, self._cores, self._what, self._dtype = model, cores, what, dtype
+        self.device = next(model.parameters()).device
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> Computed:
+        """Of float [B, 3, H, W] as `preprocess` makes it, or plain uint8 [B, H, W, 3]."""
+        config, plain = self._model.config, images.dtype == torch.uint8
+        height, width = images.shape[1:3] if plain else images.shape[2:]
+        with explained_out_of_memory(
+            f"out of memory with {len(images)} images of {height} x {width} pixels; "
+            "use a smaller batch size, a smaller size or, on a CPU, fewer threads."
+        ):
+            pixels = images.to(self.device)
+            if plain:
+                pixels = pixels.permute(0, 3, 1, 2).contiguous().float().div(255)
+                pixels = normalize(pixels, config.image_mean, config.image_std)
+            out = self._model(pixels, cores=self._cores)
+            found = {"cls": out.cls, "patches": out.patches.unflatten(1, out.grid)}
+            return Computed(
+                {name: as_written(found[name], self._dtype) for name in self._what}, out.grid
+            )
+
+
+@contextlib.contextmanager
+def explained_out_of_memory(says: str, kind: type[VecaError] = InputError) -> Iterator[None]:
+    """In place of an error that means a lack of memory, one that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise kind(says) from error
+
+
+def as_written(features: Tensor, dtype: str) -> NDArray[Any]:
+    """Features in the dtype of a file; InputError where that cannot hold them."""
+    written = features.to(DTYPES[dtype])
+    if not torch.isfinite(written).all():
+        hint = "write them as float32" if torch.isfinite(features).all() else "check the weights"
+        raise InputError(f"features are NaN or too large for {dtype}; {hint}.")
+    array: np.ndarray[Any, Any] = written.cpu().numpy()
+    return array

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from veca._util.files import atomic_write, atomic_write_json, exclusive, output_errors
 from veca.data.index import load_arrays
 from veca.data.names import Names
-from veca.data.sources import ImageSource
+from veca.data.sources import ImageSource, open_source
 from veca.embed.settings import LAYOUT, Settings
-from veca.embed.writers.parquet import MANIFEST, SHARDS, read_manifest
+from veca.embed.sources import Sources, open_images
+from veca.embed.writers.parquet import MANIFEST, SHARDS, Shard, read_manifest
 from veca.errors import InputError, OutputError
 from veca.version import __version__
 
@@ -32,15 +33,6 @@ PLAN = "plan"
 _LOCK = ".embed.lock"
 GONE = -1
 """The place of an image that is no longer in the source."""
-
-
-class Shard(NamedTuple):
-    """A stretch of one part of the plan."""
-
-    number: int
-    part: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +64,17 @@ class Plan:
         return self.places[shard.part][shard.start : shard.stop]
 
 
+def images_for(folder: Path, sources: Sources) -> ImageSource:
+    """The images of a source, found as the run found them that began the folder.
+
+    A folder of 0.1 does not say how: then links to folders were followed, and images that a run
+    adds came in the order of their paths.
+    """
+    if (folder / MANIFEST).exists() and "order" not in read_manifest(folder)[1]:
+        return open_source(sources)  # type: ignore[arg-type]
+    return open_images(sources)
+
+
 def open_plan(
     folder: Path, source: ImageSource, settings: Settings, *, weights_from: str | None
 ) -> tuple[Plan, int]:
@@ -101,6 +104,7 @@ def open_plan(
             "layout": LAYOUT,
             "settings": settings.to_dict(),
             "weights_from": weights_from,
+            "order": "natural",
             "veca": __version__,
         }
         atomic_write_json(folder / MANIFEST, content)

@@ -29,7 +29,7 @@ from veca._util.html import Page
 from veca.data.decode import EncodedImage
 from veca.data.shards import ShardSource
 from veca.embed.settings import Settings
-from veca.embed.shards import Compute, Decoder
+from veca.embed.shards import Decoder, compute_for
 from veca.embed.writers.parquet import finished_shards, read_manifest, read_paths, read_shard
 from veca.errors import (
     BadImageError,
@@ -97,8 +97,8 @@ class Collection:
         pixels = _query_pixels(image, self.settings)
         model = self._load(weights, device)
         with evaluating(model):
-            cls, _ = Compute(model, self.settings)(pixels[None])
-        return cls[0].astype(np.float32)
+            found = compute_for(model, self.settings)(torch.from_numpy(pixels[None]))
+        return found.features["cls"][0].astype(np.float32)
 
     def search(self, query: Vector, top: int = 10, *, exact: bool = False) -> list[Match]:
         """The images whose cls features are nearest to `query` [D], nearest first.

@@ -9,7 +9,7 @@ from typing import Any
 
 from veca.checks import check_budget
 from veca.config import VecaConfig
-from veca.embed.features import DTYPES
+from veca.embed.pipeline import DTYPES
 from veca.errors import InputError, at_least, suggest
 from veca.images import Size, check_size
 from veca.model import Veca

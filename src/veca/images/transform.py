@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -104,14 +104,18 @@ def preprocess(
     images: Source | Iterable[Source],
     size: Size = None,
     *,
+    model: object = None,
     fit: str = "resize",
-    patch_size: int = 16,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
+    patch_size: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
     max_pixels: int = MAX_PIXELS,
     on_error: str = "raise",
 ) -> Preprocessed:
     """Read one image or several, fit them to the patch grid and normalise them into one batch.
+
+    Mean, deviation and patch size are those that `model` wants, unless they are given: a model of
+    this package or its configuration. Without one they are ImageNet's, and 16.
 
     `size` and `fit` mean what they mean in `target_size`. Images are resampled at most once
     (bicubic, antialiased). "pad" adds the mean colour (0 once normalised) at the right and the
@@ -127,6 +131,9 @@ def preprocess(
     """
     check_choice("fit", fit, FITS)
     check_choice("on_error", on_error, ("raise", "skip"))
+    own_patch, own_mean, own_std = _wanted_by(model)
+    mean, std = own_mean if mean is None else mean, own_std if std is None else std
+    patch_size = own_patch if patch_size is None else patch_size
     patch, limit = positive(patch_size, "patch_size"), positive(max_pixels, "max_pixels")
     check_size(size, patch)
 
@@ -171,6 +178,21 @@ def preprocess(
         raise ImageError(f"none of {len(skipped)} images can be read; the first: {skipped[0][1]}")
     grid = (batch[0].shape[1] // patch, batch[0].shape[2] // patch)
     return Preprocessed(torch.stack(batch), grid, names, originals, valids[0], boxes, skipped)
+
+
+def _wanted_by(model: object) -> tuple[int, Sequence[float], Sequence[float]]:
+    """Patch size, mean and deviation that a model wants of its images."""
+    if model is None:
+        return 16, IMAGENET_MEAN, IMAGENET_STD
+    config: Any = getattr(model, "config", model)
+    try:
+        return config.patch_size, config.image_mean, config.image_std
+    except AttributeError:
+        load = f"veca.load({model!r})" if isinstance(model, str) else "veca.load(...)"
+        raise ImageError(
+            f"model must be a model of this package or its configuration, got "
+            f"{type(model).__name__}; pass {load}"
+        ) from None
 
 
 def _named(images: Source | Iterable[Source]) -> Iterator[tuple[str, Source]]:

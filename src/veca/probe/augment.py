@@ -85,8 +85,7 @@ def random_segment(
     if random.random() < settings.flip:
         cropped, part = cropped[:, ::-1], part[:, ::-1]
     coloured = _distort(np.ascontiguousarray(cropped), settings, random)
-    pixels_out = torch.from_numpy(np.array(coloured)).permute(2, 0, 1).contiguous()
-    return pixels_out, torch.from_numpy(part.copy())
+    return to_uint8(coloured), torch.from_numpy(part.copy())
 
 
 def _pad(
@@ -176,5 +175,4 @@ def random_depth(
         values *= random.uniform(*settings.brightness)
         values *= random.uniform(*settings.colour, size=3).astype(np.float32)
         pixels = (np.clip(values, 0, 1) * 255).round().astype(np.uint8)
-    out = torch.from_numpy(np.array(pixels)).permute(2, 0, 1).contiguous()
-    return out, torch.from_numpy(np.array(depth, dtype=np.float32))
+    return to_uint8(pixels), torch.from_numpy(np.array(depth, dtype=np.float32))

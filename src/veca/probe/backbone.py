@@ -14,23 +14,22 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from veca._util.memory import is_out_of_memory
 from veca.checks import check_budget
 from veca.config import VecaConfig
-from veca.cost import cost
+from veca.cost import Cost, cost
 from veca.dense import DenseVit
+from veca.embed.pipeline import explained_out_of_memory
 from veca.errors import ProbeError
 from veca.images import normalize
 from veca.model import Veca
 from veca.probe.protocol import Extract
-from veca.weights import weights_hash
 from veca.weights.names import public_name
 from veca.weights.tensors import content_hash
 
@@ -111,11 +110,74 @@ class Backbone(ABC):
         """What one image of `size` pixels costs."""
 
 
-class VecaBackbone(Backbone):
+class _OwnBackbone(Backbone):
+    """What the networks of this package have in common.
+
+    `projection` False: features are those that go into the output projection, after the last norm.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, model: Veca | DenseVit, name: str, role: str, projection: bool) -> None:
+        self.model = model.eval()
+        self.name, self.role = name, role
+        self.projection = projection
+        # Shared by all budgets of one network: hashing large weights takes a while.
+        self._hash: list[str] = []
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return next(self.model.parameters()).device
+
+    def under(self, settings: Extract) -> Backbone:
+        row = copy.copy(self)
+        row.projection = settings.projection
+        return row
+
+    def grid_for(self, size: Grid, cell: int) -> Grid:
+        return own_grid(size, self.model.config.patch_size, cell)
+
+    def features(self, pixels: Tensor, grid: Grid) -> Features:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        budget = {} if self.cores is None else {"cores": self.cores}
+        with torch.inference_mode():
+            out = (self.model if self.projection else self.model.tokens)(images, **budget)
+        return Features(out.cls.float(), out.patches.float(), out.grid)
+
+    def refresh(self) -> None:
+        self._hash.clear()
+
+    def hash(self) -> str:
+        if not self._hash:
+            self._hash.append(content_hash(self.model.state_dict()))
+        return self._hash[0]
+
+    def identity(self) -> dict[str, Any]:
+        config = self.model.config.to_dict()
+        facts = {"kind": self.kind, "weights": self.hash(), "config": config}
+        return {**facts, **_named_features(self.projection)}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "weights_sha256": self.hash(),
+            "config": self.model.config.to_dict(),
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            **_named_features(self.projection),
+        }
+
+    def _cost(self, size: Grid, cell: int) -> Cost:
+        config, grid = self.model.config, self.grid_for(size, cell)
+        return cost(config, (grid[0] * config.patch_size, grid[1] * config.patch_size), self.cores)
+
+
+class VecaBackbone(_OwnBackbone):
     """A VECA network at a budget; the first core is the global feature.
 
     `projection` False: features are those that go into the output projection, after the last norm.
     """
+
+    kind = "veca"
 
     def __init__(
         self,
@@ -126,68 +188,29 @@ class VecaBackbone(Backbone):
         role: str = STUDENT,
         projection: bool = True,
     ) -> None:
-        self.model = model.eval()
+        super().__init__(model, name, role, projection)
         self.cores = check_budget(cores, model.config.num_cores)
-        self.name, self.role = name, role
-        self.projection = projection
-        # Shared by all budgets of one network: hashing large weights takes a while.
-        self._hash: list[str] = []
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return next(self.model.parameters()).device
 
     def at(self, budgets: Iterable[int]) -> list[VecaBackbone]:
         """The same network at other budgets; the weights are shared."""
-        return [self._copy(budget, self.projection) for budget in budgets]
-
-    def under(self, settings: Extract) -> VecaBackbone:
-        return self._copy(self.cores, settings.projection)
-
-    def _copy(self, cores: int | None, projection: bool) -> VecaBackbone:
-        row = copy.copy(self)
-        row.cores, row.projection = check_budget(cores, self.model.config.num_cores), projection
-        return row
-
-    def grid_for(self, size: Grid, cell: int) -> Grid:
-        return own_grid(size, self.model.config.patch_size, cell)
-
-    def features(self, pixels: Tensor, grid: Grid) -> Features:
-        images = _prepare(pixels, grid, self.model.config, self.device)
-        with torch.inference_mode():
-            run = self.model if self.projection else self.model.tokens
-            out = run(images, cores=self.cores)
-        return Features(out.cls.float(), out.patches.float(), out.grid)
-
-    def refresh(self) -> None:
-        self._hash.clear()
-
-    def hash(self) -> str:
-        if not self._hash:
-            self._hash.append(weights_hash(self.model))
-        return self._hash[0]
+        rows = []
+        for budget in budgets:
+            rows.append(copy.copy(self))
+            rows[-1].cores = check_budget(budget, self.model.config.num_cores)
+        return rows
 
     def identity(self) -> dict[str, Any]:
-        config = self.model.config.to_dict()
-        facts = {"kind": "veca", "weights": self.hash(), "config": config, "cores": self.cores}
-        return {**facts, **_named_features(self.projection)}
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "veca",
-            "weights_sha256": self.hash(),
-            "config": self.model.config.to_dict(),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            **_named_features(self.projection),
-        }
+        return {**super().identity(), "cores": self.cores}
 
     def compute(self, size: Grid, cell: int) -> Compute:
-        found = _config_cost(self.model.config, self.grid_for(size, cell), self.cores).veca
+        found = self._cost(size, cell).veca
         return Compute(found.interactions, found.flops)
 
 
-class DenseBackbone(Backbone):
+class DenseBackbone(_OwnBackbone):
     """A dense ViT of this package, the yardstick; `projection` as of a `VecaBackbone`."""
+
+    kind = "dense"
 
     def __init__(
         self,
@@ -197,52 +220,10 @@ class DenseBackbone(Backbone):
         role: str = BASELINE,
         projection: bool = True,
     ) -> None:
-        self.model = model.eval()
-        self.name, self.role = name, role
-        self.projection = projection
-        self._hash: str | None = None
-
-    def under(self, settings: Extract) -> DenseBackbone:
-        row = copy.copy(self)
-        row.projection = settings.projection
-        return row
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return next(self.model.parameters()).device
-
-    def grid_for(self, size: Grid, cell: int) -> Grid:
-        return own_grid(size, self.model.config.patch_size, cell)
-
-    def features(self, pixels: Tensor, grid: Grid) -> Features:
-        images = _prepare(pixels, grid, self.model.config, self.device)
-        with torch.inference_mode():
-            out = (self.model if self.projection else self.model.tokens)(images)
-        return Features(out.cls.float(), out.patches.float(), out.grid)
-
-    def refresh(self) -> None:
-        self._hash = None
-
-    def hash(self) -> str:
-        if self._hash is None:
-            self._hash = content_hash(self.model.state_dict())
-        return self._hash
-
-    def identity(self) -> dict[str, Any]:
-        facts = {"kind": "dense", "weights": self.hash(), "config": self.model.config.to_dict()}
-        return {**facts, **_named_features(self.projection)}
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "kind": "dense",
-            "weights_sha256": self.hash(),
-            "config": self.model.config.to_dict(),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            **_named_features(self.projection),
-        }
+        super().__init__(model, name, role, projection)
 
     def compute(self, size: Grid, cell: int) -> Compute:
-        found = _config_cost(self.model.config, self.grid_for(size, cell), None).dense
+        found = self._cost(size, cell).dense
         return Compute(found.interactions, found.flops)
 
 
@@ -374,16 +355,13 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
 
 def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
     """`backbone.features`, with an error in plain words for the usual failures."""
-    try:
+    count, _, height, width = pixels.shape
+    with explained_out_of_memory(
+        f"out of memory: {backbone.label} on {count} images of {height} x {width} pixels; use "
+        "a smaller --batch-size or --size.",
+        ProbeError,
+    ):
         out = backbone.features(pixels, grid)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        count, _, height, width = pixels.shape
-        raise ProbeError(
-            f"out of memory: {backbone.label} on {count} images of {height} x {width} pixels; use "
-            "a smaller --batch-size or --size."
-        ) from error
     if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
         raise ProbeError(
             f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "
@@ -405,11 +383,6 @@ def _prepare(pixels: Tensor, grid: Grid, config: VecaConfig, device: torch.devic
             pixels, size, mode="bicubic", align_corners=False, antialias=True
         ).clamp(0, 1)
     return normalize(pixels, config.image_mean, config.image_std)
-
-
-def _config_cost(config: VecaConfig, grid: Grid, cores: int | None) -> Any:
-    size = (grid[0] * config.patch_size, grid[1] * config.patch_size)
-    return cost(config, size, cores)
 
 
 def jsonable(value: Any) -> Any:

@@ -16,16 +16,18 @@ import hashlib
 import json
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from veca._util.cache import cache_folder
 from veca._util.files import atomic_write, atomic_write_json
+from veca.embed.writers import BackgroundWrites, Result
 from veca.errors import ProbeError
 
 # Raise it when features computed by this code change, so that no old entry is taken for a new one.
@@ -132,6 +134,42 @@ class Entry:
             ) from error
 
 
+class CacheWriter:
+    """Fills what an entry lacks: a part is written when all its images have come.
+
+    `join` makes the arrays of a part out of those of its images.
+    """
+
+    def __init__(
+        self, entry: Entry, join: Callable[[list[Arrays]], Arrays], writes: BackgroundWrites
+    ) -> None:
+        self._entry, self._join, self._writes = entry, join, writes
+        self.missing = set(entry.missing())
+        self._come: dict[int, Arrays] = {}
+
+    def has(self, place: int) -> bool:
+        return place // self._entry.part_size not in self.missing
+
+    def add(self, results: Sequence[Result[int]]) -> None:
+        for place, arrays in results:
+            self._come[place] = arrays
+            part = place // self._entry.part_size
+            members = self._entry.members(part)
+            if all(member in self._come for member in members):
+                samples = [self._come.pop(member) for member in members]
+                self._writes.submit(self._write, part, samples)
+                self.missing.remove(part)
+
+    def finish(self) -> None:
+        self._writes.finish()
+
+    def close(self) -> None:
+        self._writes.close()
+
+    def _write(self, part: int, samples: list[Arrays]) -> None:
+        self._entry.write(part, self._join(samples))
+
+
 def _checksum(arrays: Mapping[str, Array]) -> int:
     total = 0
     for name in sorted(arrays):
@@ -144,3 +182,43 @@ def _checksum(arrays: Mapping[str, Array]) -> int:
 def digest(words: Sequence[str]) -> str:
     """A short name for a list of names, in order."""
     return hashlib.sha256("\0".join(words).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value", bound=_Sized)
+
+
+class MemoryCache(Generic[Key, Value]):
+    """A function whose values (tensors, or anything with `nbytes`) are kept up to `limit` bytes.
+
+    What does not fit any more is read each time; nothing is thrown out, since training comes back
+    to everything equally often.
+    """
+
+    def __init__(self, read: Callable[[Key], Value], limit: int) -> None:
+        self._read = read
+        self._limit = limit
+        self._kept: dict[Key, Value] = {}
+        self._bytes = 0
+
+    def __call__(self, key: Key) -> Value:
+        if key in self._kept:
+            return self._kept[key]
+        value = self._read(key)
+        if self._bytes + value.nbytes <= self._limit:
+            self._kept[key] = value
+            self._bytes += value.nbytes
+        return value
+
+
+def memory_to_use(device: torch.device, on_cpu: int) -> int:
+    """Bytes to keep on a device: a quarter of what a GPU has free, or `on_cpu` elsewhere."""
+    if device.type != "cuda":
+        return on_cpu
+    free, _ = torch.cuda.mem_get_info(device)
+    return free // 4

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from veca.errors import InputError, ProbeError, suggest
+from veca.probe.cache import MemoryCache, memory_to_use
 from veca.probe.datasets import Check, Dataset, check_dataset, find_dataset, open_dataset
-from veca.probe.kept import Kept, room
 from veca.probe.metrics import as_labels
 from veca.probe.protocol import Subset, toml_value
 from veca.probe.schedule import generator
@@ -230,10 +230,10 @@ def hold_out(data: ProbeData, labels: Tensor, share: float, seed: int) -> Tensor
 
 def labels_of(
     read: Callable[[int], Tensor], device: torch.device | None = None
-) -> Kept[int, Tensor]:
+) -> MemoryCache[int, Tensor]:
     """Masks or depth by place, read from the disk once as far as memory allows, on a device."""
     place = device or torch.device("cpu")
-    return Kept(lambda i: read(i).to(place), room(place, _HELD_LABEL_BYTES))
+    return MemoryCache(lambda i: read(i).to(place), memory_to_use(place, _HELD_LABEL_BYTES))
 
 
 def read_mask(dataset: Dataset, i: int, size: Sequence[int]) -> Tensor:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.errors import ProbeError
-from veca.probe.backbone import Backbone, Features, guarded_features
-from veca.probe.cache import Array, Arrays, Entry, digest
+from veca.embed.pipeline import ShapeBatches, as_written, read_ahead
+from veca.embed.writers import BackgroundWrites, Result
+from veca.errors import InputError, ProbeError
+from veca.probe.backbone import Backbone, guarded_features
+from veca.probe.cache import Array, Arrays, CacheWriter, Entry, MemoryCache, digest, memory_to_use
 from veca.probe.datasets import Dataset
-from veca.probe.kept import Kept, room
 from veca.probe.protocol import Extract
 from veca.probe.views import Shown, Tile, View, to_unit
 
@@ -33,8 +33,7 @@ KINDS = (GLOBAL, DENSE)
 PART_SIZE = {GLOBAL: 256, DENSE: 32}
 """Images in a file of the cache: what a stopped run loses, at most."""
 
-_STORED = {"float16": torch.float16, "float32": torch.float32}
-_HELD_BYTES = 512 * 2**20  # of decoded pixels that wait, and of features that a CPU trains on
+_HELD_BYTES = 512 * 2**20  # of features that a CPU trains on
 _WRITERS = 2
 
 Progress = Callable[[int, int], None]
@@ -122,9 +121,9 @@ class Stored:
         size, frame = tuple(sizes[i].tolist()), tuple(frames[i].tolist())
         return DenseSample(size, frame, tuple(found), tuple(maps))
 
-    def held(self, device: torch.device) -> Kept[int, DenseSample]:
+    def held(self, device: torch.device) -> MemoryCache[int, DenseSample]:
         """`dense`, on a device, where samples stay as far as memory allows: for training."""
-        return Kept(lambda i: self.dense(i).to(device), room(device, _HELD_BYTES))
+        return MemoryCache(lambda i: self.dense(i).to(device), memory_to_use(device, _HELD_BYTES))
 
     def _dense_index(self) -> tuple[Array, Array, Array, Array]:
         if self._index is None:
@@ -161,88 +160,59 @@ def extract(
     summary = Summary() if summary is None else summary
     for want in wants:
         want.backbone.refresh()  # weights may have been trained on since the last time
+    writes = BackgroundWrites(_WRITERS, most=2 * _WRITERS)
     jobs = []
     for want in wants:
         root = _root(want, cache, stack, summary)
-        part_size = PART_SIZE[want.kind]
         key = _key(dataset, indices, want, settings)
-        jobs.append(_Job(want, Entry(root, key, len(indices), part_size), settings))
-    for job in jobs:
-        job.todo = set(job.entry.missing())
-        summary.damaged += job.entry.damaged
-        summary.reused += len(job.entry.parts) - len(job.todo)
-        summary.computed += len(job.todo)
-    places = sorted(
-        {place for job in jobs for part in job.todo for place in job.entry.members(part)}
-    )
-    views = list(dict.fromkeys(job.want.view for job in jobs if job.todo))
+        entry = Entry(root, key, len(indices), PART_SIZE[want.kind])
+        writer = CacheWriter(entry, _join, writes)
+        jobs.append(_Job(want, entry, writer, settings))
+        summary.damaged += entry.damaged
+        summary.reused += len(entry.parts) - len(writer.missing)
+        summary.computed += len(writer.missing)
     total = len(indices)
-    if progress:
-        progress(total - len(places), total)
+    places = sorted(
+        {i for job in jobs for part in job.writer.missing for i in job.entry.members(part)}
+    )
+    views = list(dict.fromkeys(job.want.view for job in jobs if job.writer.missing))
     done = total - len(places)
-    shown_ahead = _read_ahead(dataset, indices, places, views, workers, settings.batch)
-    pending: list[tuple[int, dict[View, Shown]]] = []
-    with _Writer() as writer:
-        for place, shown in shown_ahead:
-            pending.append((place, shown))
-            summary.decoded += 1
-            if len(pending) == settings.batch:
-                _run(jobs, pending, writer)
-                done += len(pending)
-                pending = []
-                if progress:
-                    progress(done, total)
-        if pending:
-            _run(jobs, pending, writer)
-    if progress and places:
-        progress(total, total)
+    if progress:
+        progress(done, total)
+
+    def read(place: int) -> _Views:
+        image = dataset.image(indices[place])
+        return place, {view: view.show(image) for view in views}
+
+    count = min(8, os.cpu_count() or 1) if workers is None else workers
+    images = read_ahead(read, places, workers=count, ahead=settings.batch + count, nbytes=_nbytes)
+    with closing(writes), closing(images):
+        while batch := list(islice(images, settings.batch)):
+            summary.decoded += len(batch)
+            _run(jobs, batch)
+            done += len(batch)
+            if progress:
+                progress(done, total)
+        for job in jobs:
+            job.writer.finish()
     return [Stored(job.entry, job.want.kind) for job in jobs]
 
 
-class _Writer:
-    """Writes parts while the next ones are computed; when it is closed, all are on the disk."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_WRITERS, "veca-probe-write")
-        self._waiting: deque[Future[None]] = deque()
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def submit(self, entry: Entry, part: int, samples: Sequence[Arrays]) -> None:
-        """Returns at once, unless too many parts wait: they are held in memory."""
-        self._waiting.append(self._pool.submit(lambda: entry.write(part, _join(samples))))
-        while len(self._waiting) > 2 * _WRITERS:
-            self._waiting.popleft().result()
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        self._pool.shutdown()
-        if failed is None:
-            for future in self._waiting:
-                future.result()
+_Views = tuple[int, dict[View, Shown]]
+"""The place of an image, and the image through every view."""
 
 
-class _Job:
-    """One want on its way: what is missing of it, and what has been computed of the next part."""
+def _nbytes(image: _Views) -> int:
+    return sum(pixels.nbytes for shown in image[1].values() for pixels in shown.pixels)
 
-    def __init__(self, want: Want, entry: Entry, settings: Extract) -> None:
-        self.want = want
-        self.entry = entry
-        self.settings = settings
-        self.todo: set[int] = set()
-        self._done: dict[int, Arrays] = {}
 
-    def wants_place(self, place: int) -> bool:
-        return place // self.entry.part_size in self.todo
+class _Job(NamedTuple):
+    """One want on its way to the cache."""
 
-    def add(self, place: int, arrays: Arrays, writer: _Writer) -> None:
-        """Take the features of an image; when those of its part are all there, have it written."""
-        self._done[place] = arrays
-        part = place // self.entry.part_size
-        members = self.entry.members(part)
-        if all(member in self._done for member in members):
-            writer.submit(self.entry, part, [self._done.pop(member) for member in members])
-            self.todo.remove(part)
+    want: Want
+    entry: Entry
+    writer: CacheWriter
+    settings: Extract
 
 
 def _root(want: Want, cache: str | Path | None, stack: ExitStack, summary: Summary) -> Path:
@@ -270,69 +240,44 @@ def _key(dataset: Dataset, indices: Sequence[int], want: Want, settings: Extract
     }
 
 
-def _read_ahead(
-    dataset: Dataset,
-    indices: Sequence[int],
-    places: Sequence[int],
-    views: Sequence[View],
-    workers: int | None,
-    batch: int,
-) -> Iterator[tuple[int, dict[View, Shown]]]:
-    """(place, the image through every view), in order, read in advance by threads."""
-    if not places:
-        return
-    count = min(8, os.cpu_count() or 1) if workers is None else workers
+class _TilePixels(NamedTuple):
+    """A tile of an image of a batch."""
 
-    def read(place: int) -> dict[View, Shown]:
-        image = dataset.image(indices[place])
-        return {view: view.show(image) for view in views}
-
-    waiting: deque[tuple[int, Future[dict[View, Shown]]]] = deque()
-    left = iter(places)
-    ahead, each = batch + count, 0
-    with ThreadPoolExecutor(count, "veca-probe-read") as pool:
-        try:
-            while True:
-                while len(waiting) < ahead and each * len(waiting) < _HELD_BYTES:
-                    place = next(left, None)
-                    if place is None:
-                        break
-                    waiting.append((place, pool.submit(read, place)))
-                if not waiting:
-                    return
-                place, future = waiting.popleft()
-                shown = future.result()
-                each = sum(p.numel() for one in shown.values() for p in one.pixels)
-                yield place, shown
-        finally:
-            pool.shutdown(cancel_futures=True)
+    image: int
+    number: int
+    pixels: Tensor
 
 
-def _run(
-    jobs: Sequence[_Job], batch: Sequence[tuple[int, dict[View, Shown]]], writer: _Writer
-) -> None:
-    """Run every job on a batch of images; tiles of one size go together."""
+def _run(jobs: Sequence[_Job], batch: Sequence[_Views]) -> None:
+    """Run every job on a batch of images; tiles of one shape go together."""
     ready: dict[Any, Tensor] = {}  # pixels on a device, for all budgets
     for job in jobs:
-        wanted = [(place, shown[job.want.view]) for place, shown in batch if job.wants_place(place)]
-        if not wanted:
-            continue
-        groups: dict[tuple[int, ...], list[tuple[int, int, Tensor]]] = {}
-        for at, (_, shown) in enumerate(wanted):
-            for number, pixels in enumerate(shown.pixels):
-                groups.setdefault(tuple(pixels.shape), []).append((at, number, pixels))
-        results: list[list[Any]] = [[None] * len(shown.pixels) for _, shown in wanted]
-        for group in groups.values():
-            for start in range(0, len(group), job.settings.batch):
-                chunk = group[start : start + job.settings.batch]
-                device = job.want.backbone.device
-                key = device, job.want.view, *((wanted[at][0], number) for at, number, _ in chunk)
-                if key not in ready:
-                    ready[key] = to_unit(torch.stack([pixels for _, _, pixels in chunk]), device)
-                for (at, number, _), arrays in zip(chunk, _features(job, ready[key]), strict=True):
-                    results[at][number] = arrays
-        for (place, shown), tiles in zip(wanted, results, strict=True):
-            job.add(place, _sample(job.want.kind, shown, tiles), writer)
+        wanted = [
+            (place, shown[job.want.view]) for place, shown in batch if not job.writer.has(place)
+        ]
+        found: list[list[Any]] = [[None] * len(shown.pixels) for _, shown in wanted]
+        device = job.want.backbone.device
+        for tiles in _tiles([shown for _, shown in wanted], job.settings.batch):
+            key = device, job.want.view, *((wanted[t.image][0], t.number) for t in tiles)
+            if key not in ready:
+                ready[key] = to_unit(torch.stack([tile.pixels for tile in tiles]), device)
+            for tile, arrays in zip(tiles, _features(job, ready[key]), strict=True):
+                found[tile.image][tile.number] = arrays
+        job.writer.add(
+            [
+                Result(place, _sample(job.want.kind, shown, arrays))
+                for (place, shown), arrays in zip(wanted, found, strict=True)
+            ]
+        )
+
+
+def _tiles(images: Sequence[Shown], batch_size: int) -> Iterator[list[_TilePixels]]:
+    """All tiles of some images, in batches of one shape."""
+    batches: ShapeBatches[_TilePixels] = ShapeBatches(batch_size)
+    for image, shown in enumerate(images):
+        for number, pixels in enumerate(shown.pixels):
+            yield from batches.add(_TilePixels(image, number, pixels))
+    yield from batches.rest()
 
 
 def _features(job: _Job, pixels: Tensor) -> list[Arrays]:
@@ -343,20 +288,15 @@ def _features(job: _Job, pixels: Tensor) -> list[Arrays]:
     if job.want.kind == GLOBAL:
         cls, mean = out.cls.cpu().numpy(), out.patches.mean(dim=1).cpu().numpy()
         return [{"cls": cls[i], "mean": mean[i]} for i in range(len(pixels))]
-    patches = _as_stored(out, job.settings.dense_dtype, backbone.label)
+    try:
+        patches = as_written(out.patches, job.settings.dense_dtype)
+    except InputError as error:
+        raise ProbeError(
+            f"dense features of {backbone.label} are too large for {job.settings.dense_dtype}; use "
+            "--set extract.dense_dtype=float32."
+        ) from error
     shape = np.array(out.grid, dtype=np.int32)
     return [{"patches": patches[i], "grid": shape} for i in range(len(pixels))]
-
-
-def _as_stored(out: Features, dtype: str, label: str) -> Array:
-    stored = out.patches.to(_STORED[dtype])
-    if not torch.isfinite(stored).all():
-        raise ProbeError(
-            f"dense features of {label} are too large for {dtype}; use "
-            "--set extract.dense_dtype=float32."
-        )
-    array: Array = stored.cpu().numpy()
-    return array
 
 
 def _sample(kind: str, shown: Shown, tiles: Sequence[Arrays]) -> Arrays:

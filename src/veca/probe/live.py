@@ -7,15 +7,16 @@ backbone and budget; and all heads of the table train side by side on the same d
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from veca.embed.pipeline import read_ahead
 from veca.probe.backbone import Features, guarded_features
 from veca.probe.extract import DenseSample, Want
 from veca.probe.schedule import batches, generator
@@ -46,26 +47,18 @@ def draw(
     """For every iteration the random views of its batch, made in advance by threads."""
     threads = min(8, os.cpu_count() or 1) if workers is None else workers
 
-    def one(step: int, slot: int, place: int) -> Sequence[Drawn]:
+    def one(job: tuple[int, int, int]) -> Sequence[Drawn]:
+        step, slot, place = job
         return make(place, generator(seed, "augment", step, slot))
 
-    waiting: deque[list[Future[Sequence[Drawn]]]] = deque()
-    orders = enumerate(batches(count, batch, iterations, seed))
-    with ThreadPoolExecutor(threads, "veca-probe-draw") as pool:
-        try:
-            while True:
-                while len(waiting) < 3:
-                    step, order = next(orders, (0, None))
-                    if order is None:
-                        break
-                    waiting.append(
-                        [pool.submit(one, step, slot, int(p)) for slot, p in enumerate(order)]
-                    )
-                if not waiting:
-                    return
-                yield [future.result() for future in waiting.popleft()]
-        finally:
-            pool.shutdown(cancel_futures=True)
+    jobs = (
+        (step, slot, int(place))
+        for step, order in enumerate(batches(count, batch, iterations, seed))
+        for slot, place in enumerate(order)
+    )
+    with closing(read_ahead(one, jobs, workers=threads, ahead=3 * batch)) as views:
+        for _ in range(iterations):
+            yield list(islice(views, batch))
 
 
 def batch_features(want: Want, pixels: Sequence[Tensor], cell: int, chunk: int) -> Features:

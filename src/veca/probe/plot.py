@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from veca._util.extras import require
 from veca._util.files import atomic_write
-from veca.errors import MissingExtraError
 from veca.probe.record import Row, Run
 from veca.probe.table import metric_title, ordered, show_metric
 
@@ -43,20 +43,15 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Pat
 
 def draw(runs: Sequence[Run], title: str | None = None) -> bytes:
     """The same picture as the bytes of a PNG file."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FuncFormatter, LogLocator
-    except ImportError as error:
-        raise MissingExtraError(
-            "the plot needs matplotlib, which is not installed; pip install 'veca[viz]'."
-        ) from error
+    figures = require("matplotlib.figure", "the plot")
+    ticker = require("matplotlib.ticker", "the plot")
     run = runs[0]
     rows = [row for one in runs for row in one.rows]
     metric = run.metric
     scale = 1.0 if metric == "rmse" else 100.0
     panels = [(cost, text) for cost, text in _COSTS if any(getattr(row, cost) for row in rows)]
     panels = panels or [("", "")]  # levels alone, which nothing is drawn against
-    figure = Figure(figsize=(5 * len(panels), 4.4), layout="constrained")
+    figure = figures.Figure(figsize=(5 * len(panels), 4.4), layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axis, (cost, text) in zip(axes, panels, strict=True):
         drawn = []
@@ -81,8 +76,8 @@ def draw(runs: Sequence[Run], title: str | None = None) -> bytes:
         if drawn:
             axis.set_xscale("log")
             axis.minorticks_off()
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axis.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+            axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
         else:
             axis.set_xticks([])
         axis.set_xlabel(text)

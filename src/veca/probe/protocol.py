@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from veca._util.settings import Reader, Settings, Words, flat, to_table
+from veca._util.settings import SettingsReader, SettingsTables, Words, flat, to_table
 from veca.errors import ProbeError, suggest
 
 TASKS = ("knn", "linear", "logreg", "segmentation", "depth")
@@ -28,7 +28,7 @@ SCHEDULES = ("cosine", "poly")
 DTYPES = ("float32", "bfloat16", "float16")
 CROPS = ("none", "dataset", "pixels", "fractions", "bottom")
 
-_READER = Reader(
+_READER = SettingsReader(
     ProbeError,
     Words(
         whole="it",
@@ -472,7 +472,7 @@ class Protocol:
 
         Only constants that the protocol has can be changed. The name gets a "+" to say so.
         """
-        changed = Settings(self.to_dict(), where=f"protocol {self.name!r}")
+        changed = SettingsTables(self.to_dict(), where=f"protocol {self.name!r}")
         known = list(flat(changed.table))
         lines = list(settings)
         for line in lines:
@@ -513,7 +513,7 @@ def load_protocol(source: str | Path | Protocol) -> Protocol:
 
 def from_dict(table: Mapping[str, Any], where: str = "the protocol") -> Protocol:
     """A protocol from plain types, such as a run's record; unknown and missing keys are errors."""
-    return _READER.build(Protocol, Settings(table, where))
+    return _READER.build(Protocol, SettingsTables(table, where))
 
 
 def toml_value(text: str, line: str) -> Any:

@@ -59,7 +59,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Report:
+class ProbeReport:
     page: Path
     """One file: the pictures are in it."""
     groups: list[Group]
@@ -85,7 +85,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(named, key=lambda group: group.title)
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
+def write_report(folder: str | Path, out: str | Path | None = None) -> ProbeReport:
     """Join every run in a folder and below into one HTML page.
 
     Args:
@@ -127,7 +127,7 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> Report:
     if missing:
         page.text(f"No plots: {missing}", "note")
     page.write(target)
-    return Report(target, groups, missing)
+    return ProbeReport(target, groups, missing)
 
 
 def _all(groups: Sequence[Group]) -> list[list[str]]:

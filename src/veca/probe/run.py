@@ -24,14 +24,8 @@ from veca.probe.intervals import Interval, Resampling
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol
 from veca.probe.record import Row, Run, subject
-from veca.probe.tasks import (
-    FeatureRequest,
-    Outcome,
-    ProbeSetup,
-    Progress,
-    at_size,
-    make_task,
-)
+from veca.probe.tasks import make_task
+from veca.probe.tasks.shared import FeatureRequest, Outcome, ProbeSetup, Progress, at_size
 from veca.probe.timing import RowCost, costs
 
 

@@ -197,7 +197,7 @@ def resize(image: Image.Image, size: Size, interpolation: str) -> Image.Image:
     return image.resize((size[1], size[0]), _RESAMPLING[interpolation])
 
 
-def to_uint8(image: Image.Image) -> Tensor:
+def to_uint8(image: Image.Image | np.ndarray[Any, Any]) -> Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 

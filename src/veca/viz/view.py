@@ -13,7 +13,7 @@ from torch import Tensor
 
 from veca.checks import check_budget, check_layers
 from veca.errors import InputError
-from veca.images import Size, Source, preprocess, read_image
+from veca.images import Size, Source, read_image
 from veca.model import Veca, evaluating
 
 _WIDEST = 3.0  # a panel's width over its height, at most; a strip is shown smaller
@@ -54,10 +54,7 @@ class View:
         self.size = size
         self.name = name or (Path(photo).stem if isinstance(photo, (str, Path)) else "photo")
         self.height = height
-        c = model.config
-        batch = preprocess(
-            self.photo, size, patch_size=c.patch_size, mean=c.image_mean, std=c.image_std
-        )
+        batch = model.preprocess(self.photo, size)
         self.pixels = batch.pixels
         """[1, 3, H, W], normalised."""
         self.grid = batch.grid

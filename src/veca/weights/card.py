@@ -99,7 +99,7 @@ def _use(config: VecaConfig, name: str) -> str:
 import veca
 
 model = veca.load("{name}")
-batch = veca.preprocess("photo.jpg", size=512)
+batch = model.preprocess("photo.jpg", size=512)
 out = model(batch.pixels, cores={budget})
 out.cls, out.patches, out.feature_map()
 ```

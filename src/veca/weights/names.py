@@ -140,6 +140,16 @@ def _folders() -> Iterator[Path]:
     yield cache_folder()
 
 
+def called(source: str | os.PathLike[str], path: Path) -> str:
+    """What the weights are called that `locate` found at `path`: a model's `name`."""
+    text = os.fsdecode(source)
+    if path not in (_path(text), find(text)):  # from the hub, whose copies are called by a hash
+        return next((name for name in _spellings(text) if name in NAMED), text)
+    whole = path.resolve()
+    folder = whole.parent if whole.name == store.TENSORS else whole
+    return folder.name.removesuffix(store.SUFFIX)
+
+
 def public_name(text: str) -> str:
     """A name to publish: of a path on this machine the last part, after a scheme or NAME= too."""
     given, equals, value = text.partition("=")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,3 +91,36 @@ def origin_of(path: Path) -> Origin | None:
         return Origin(settings, None if stat is None else tuple(stat.tolist()))
     except Exception:  # whatever is wrong with it, it will be written anew
         return None
+
+
+def common_root(paths: Sequence[Path]) -> Path:
+    """The deepest folder that holds all of `paths`."""
+    try:
+        return Path(os.path.commonpath([path.parent for path in paths]))
+    except ValueError as error:  # two drives of a Windows machine
+        raise InputError(
+            "the images lie on different drives and share no folder to name them from; "
+            "run once for each drive."
+        ) from error
+
+
+class NamedImage(NamedTuple):
+    """An image that gets a file, or a place in one."""
+
+    place: int
+    """In the order of the sources."""
+    path: Path
+    name: str
+    """Its path relative to the root, with forward slashes."""
+
+
+def name_images(paths: Sequence[Path], root: Path) -> list[NamedImage]:
+    """The images under their names, which start from `root`."""
+    outside = [path for path in paths if not path.is_relative_to(root)]
+    if outside:
+        raise InputError(
+            f"{outside[0]} ({len(outside)} of {len(paths)} images) is not inside {root}, the "
+            "folder that names start from; choose another output, or start over with overwrite "
+            "and a root that holds all images."
+        )
+    return [NamedImage(i, path, path.relative_to(root).as_posix()) for i, path in enumerate(paths)]

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from veca._util.extras import require
 from veca._util.files import commit, output_errors, printable, temporary_beside
 from veca.embed.settings import LAYOUT, Settings
+from veca.embed.writers import BackgroundWrites, Result
 from veca.errors import InputError
 
 SHARDS = "shards"
@@ -58,6 +60,27 @@ class ShardRecord:
     rows: int
     failures: list[tuple[str, str]]
     """(path, reason) of its images that could not be read."""
+
+
+class Shard(NamedTuple):
+    """A stretch of one part of the plan."""
+
+    number: int
+    part: int
+    start: int
+    stop: int
+
+
+class Row(NamedTuple):
+    """An image's place in a shard."""
+
+    shard: Shard
+    number: int
+    name: str
+
+    @property
+    def is_last(self) -> bool:
+        return self.number + 1 == self.shard.stop - self.shard.start
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -162,6 +185,78 @@ class ShardWriter:
             ]
         fields += [pa.field("budget", pa.int32()), pa.field("weights", pa.string())]
         return pa.schema(fields)
+
+
+class ParquetWriter:
+    """Some shards, one after the other, written by a thread one step behind the model.
+
+    A shard is on the disk when the last of its images has come, or is known to have failed.
+    """
+
+    def __init__(self, folder: Path, settings: Settings, shards: Sequence[Shard]) -> None:
+        self._folder, self._settings = folder, settings
+        self._writes = BackgroundWrites(1, most=1)
+        self._left, self._next = deque(shards), 0  # the shard and the row to be written next
+        self._waiting: dict[tuple[int, int], Result[Row] | tuple[str, str]] = {}
+        self._writer: ShardWriter | None = None
+        self._failures: list[tuple[str, str]] = []
+        self._finished: deque[ShardRecord] = deque()
+
+    def has(self, item: Row) -> bool:
+        return False  # a shard is done as a whole, or not at all
+
+    def add(self, results: Sequence[Result[Row]]) -> None:
+        for result in results:
+            self._waiting[result.item.shard.number, result.item.number] = result
+        self._write_on()
+
+    def fail(self, item: Row, reason: str) -> None:
+        self._waiting[item.shard.number, item.number] = (item.name, reason)
+        self._write_on()
+
+    def finish(self) -> None:
+        self._writes.finish()
+
+    def finished(self) -> Iterator[ShardRecord]:
+        """The shards that were put on the disk since the last time."""
+        while self._finished:
+            yield self._finished.popleft()
+
+    def close(self) -> None:
+        """Wait for what is under way and drop what is not finished."""
+        self._writes.close()
+        if self._writer is not None:
+            self._writer.drop()
+
+    def _write_on(self) -> None:
+        """Have rows written as far as there is no gap before them."""
+        while self._left:
+            shard, stretch = self._left[0], []
+            while (shard.number, self._next) in self._waiting:
+                stretch.append(self._waiting.pop((shard.number, self._next)))
+                self._next += 1
+            is_last = self._next == shard.stop - shard.start
+            if stretch:
+                self._writes.submit(self._write, shard, stretch, is_last)
+            if not is_last:
+                return
+            self._left.popleft()
+            self._next = 0
+
+    def _write(
+        self, shard: Shard, stretch: list[Result[Row] | tuple[str, str]], is_last: bool
+    ) -> None:
+        if self._writer is None:
+            self._writer = ShardWriter(self._folder, shard.number, self._settings)
+        self._failures += [one for one in stretch if not isinstance(one, Result)]
+        good = [one for one in stretch if isinstance(one, Result)]
+        if good:
+            patches = [one.arrays["patches"] for one in good] if self._settings.patches else None
+            cls = np.stack([one.arrays["cls"] for one in good])
+            self._writer.add(Rows([one.item.name for one in good], cls, patches))
+        if is_last:
+            self._finished.append(self._writer.commit(self._failures))
+            self._writer, self._failures = None, []
 
 
 # --------------------------------------------------------------------------------------- reading

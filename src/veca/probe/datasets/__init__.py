@@ -9,24 +9,25 @@
 `list_datasets()` tells names, tasks, splits, layouts, sources and licences.
 """
 
+from veca.errors import DatasetError
 from veca.probe.datasets import (  # noqa: F401  (importing them registers their datasets)
     cifar,
     classification,
-    depth,
+    depth_maps,
     imagenet,
-    segmentation,
+    masks,
 )
 from veca.probe.datasets.base import (
     IGNORE_INDEX,
     TASKS,
     Check,
     Dataset,
-    DatasetError,
     DatasetInfo,
     SplitCheck,
 )
 from veca.probe.datasets.classification import ClassificationDataset
-from veca.probe.datasets.depth import Crop, DepthDataset
+from veca.probe.datasets.depth_maps import Crop, DepthDataset
+from veca.probe.datasets.masks import SegmentationDataset
 from veca.probe.datasets.registry import (
     check_dataset,
     find_dataset,
@@ -34,7 +35,6 @@ from veca.probe.datasets.registry import (
     open_dataset,
     register,
 )
-from veca.probe.datasets.segmentation import SegmentationDataset
 
 __all__ = [
     "IGNORE_INDEX",

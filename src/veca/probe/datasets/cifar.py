@@ -13,10 +13,12 @@ from typing import ClassVar
 import numpy as np
 from PIL import Image
 
+from veca.errors import DatasetError
 from veca.images import read_image
-from veca.probe.datasets.base import DatasetError, DatasetInfo, Tree
+from veca.probe.datasets.base import DatasetInfo
 from veca.probe.datasets.classification import EMPTY_OPTION, ClassificationDataset
 from veca.probe.datasets.registry import register
+from veca.probe.datasets.tree import Tree
 
 _PIXELS = 3 * 32 * 32
 _WHERE = "https://www.cs.toronto.edu/~kriz/cifar.html"

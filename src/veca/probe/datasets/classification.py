@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from veca.errors import DatasetError
 from veca.images import EXTENSIONS
-from veca.probe.datasets.base import Dataset, DatasetError, DatasetInfo, Tree
+from veca.probe.datasets.base import Dataset, DatasetInfo
 from veca.probe.datasets.registry import register
+from veca.probe.datasets.tree import Tree
 
 EMPTY_OPTION = {
     "allow_empty_classes": "True: a training split may lack images of some classes (default False)"
@@ -93,7 +95,7 @@ def class_folders(
 
 
 @register
-class Folder(ClassificationDataset):
+class ClassFolders(ClassificationDataset):
     """A plain set: SPLIT/CLASS/image, as torchvision's ImageFolder reads it.
 
     The classes are the sorted folder names of the training split, or, where there is none, of the

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from veca.errors import MissingExtraError
+from veca._util.extras import require
+from veca.errors import DatasetError
 from veca.images import EXTENSIONS
-from veca.probe.datasets.base import DatasetError, DatasetInfo, Tree
+from veca.probe.datasets.base import DatasetInfo
 from veca.probe.datasets.classification import (
     EMPTY_OPTION,
     ClassificationDataset,
     class_folders,
 )
 from veca.probe.datasets.registry import register
+from veca.probe.datasets.tree import Tree
 
 CLASSES = 1000
 VALIDATION_IMAGES = 50_000
@@ -183,15 +185,10 @@ def _devkit_wnids(tree: Tree, source: str) -> dict[int, str]:
             for number, words in tree.table(text, 2)
         }
     else:
+        unless = "unless the validation images are in folders by WordNet id,"
+        matlab = require("scipy.io", f"{tree.root / meta}, {unless}")
         try:
-            from scipy.io import loadmat  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise MissingExtraError(
-                f"{tree.root / meta} needs scipy; install it with: pip install 'veca[probe]', or "
-                f"sort the validation images into folders by WordNet id"
-            ) from error
-        try:
-            synsets = loadmat(tree.root / meta, squeeze_me=True)["synsets"]
+            synsets = matlab.loadmat(tree.root / meta, squeeze_me=True)["synsets"]
             wnids = {
                 int(row["ILSVRC2012_ID"]): str(row["WNID"])
                 for row in synsets

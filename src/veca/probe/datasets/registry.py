@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from veca.errors import suggest
-from veca.probe.datasets.base import TASKS, Check, Dataset, DatasetError, DatasetInfo
+from veca.errors import DatasetError, suggest
+from veca.probe.datasets.base import TASKS, Check, Dataset, DatasetInfo
 
 _REGISTRY: dict[str, type[Dataset]] = {}
 

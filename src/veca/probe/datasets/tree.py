@@ -7,9 +7,12 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from veca.probe.datasets.info import DatasetError, DatasetInfo
+from veca.errors import DatasetError
+
+if TYPE_CHECKING:
+    from veca.probe.datasets.base import DatasetInfo
 
 
 class Tree:

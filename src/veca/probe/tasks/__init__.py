@@ -10,24 +10,8 @@ from veca.probe.tasks.knn import KnnTask
 from veca.probe.tasks.linear import LinearTask
 from veca.probe.tasks.logreg import LogregTask
 from veca.probe.tasks.segmentation import SegmentationTask
-from veca.probe.tasks.shared import (
-    FeatureRequest,
-    Outcome,
-    ProbeSetup,
-    Progress,
-    Task,
-    at_size,
-)
-
-__all__ = [
-    "FeatureRequest",
-    "Outcome",
-    "ProbeSetup",
-    "Progress",
-    "Task",
-    "at_size",
-    "make_task",
-]
+from veca.probe.tasks.shared import ProbeSetup, Task
+from veca.probe.tasks.shared import at_size as at_size
 
 _TASKS: dict[str, Callable[[ProbeSetup, Any], Task]] = {
     "knn": KnnTask,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,167 +20,97 @@ from torch import Tensor
 from veca.errors import ProbeError
 from veca.probe import live
 from veca.probe.augment import random_depth
-from veca.probe.data import labels_of
-from veca.probe.datasets import Crop, Dataset
+from veca.probe.datasets import Dataset
 from veca.probe.extract import DENSE, DenseSample, Stored, Want
-from veca.probe.intervals import mean_sums
-from veca.probe.kept import Kept
+from veca.probe.intervals import Sums, mean_sums
 from veca.probe.metrics import depth_errors, mean_of
 from veca.probe.protocol import Depth
 from veca.probe.resize import bilinear
 from veca.probe.tasks.shared import (
     Array,
-    FeatureRequest,
+    DenseTask,
+    Labels,
     Optimizer,
-    Outcome,
     ProbeSetup,
     TokenHead,
     at_size,
     merge,
-    number,
-    random_batches,
     require_sklearn,
     together,
-    train_on_stored,
 )
 from veca.probe.views import crop_of, depth_view
 
-Sample = tuple[Image.Image, Array]
-"""An image and its depth."""
-Depths = Kept[int, Tensor]
 
+class DepthTask(DenseTask["DepthProbe"]):
+    name = "depth"
 
-class DepthTask:
     def __init__(self, setup: ProbeSetup, settings: Depth) -> None:
-        self.setup, self.settings = setup, settings
-        data = setup.data
-        self.max_depth = _max_depth(settings, data.test)
-        wants, self.train_wants = [], []
+        self.max_depth = _max_depth(settings, setup.data.test)
+        self._empty: set[int] = set()  # training images without valid depth, as they are met
+        wants, train_wants = [], []
         for backbone, size in setup.rows:
             view = at_size(settings, size, setup.cell).view
-            wants.append(Want(backbone, depth_view(view, setup.cell, data.test), DENSE))
+            wants.append(Want(backbone, depth_view(view, setup.cell, setup.data.test), DENSE))
             # Training needs no mirrored view, which would double what has to be computed.
             upright = dataclasses.replace(view, flip=False)
-            seen = depth_view(upright, setup.cell, data.train)
-            self.train_wants.append(Want(backbone, seen, DENSE))
-        self.requests = [setup.of_test(wants)]
-        if not settings.augment.enabled:
-            self.requests.insert(0, setup.of_training(self.train_wants))
+            seen = depth_view(upright, setup.cell, setup.data.train)
+            train_wants.append(Want(backbone, seen, DENSE))
+        super().__init__(setup, settings, wants, train_wants)
 
-    def outcomes(self, features: Sequence[Sequence[Stored]]) -> list[Outcome]:
-        setup, settings = self.setup, self.settings
-        *training, test = features
-        probes = self._train_on_random_crops() if settings.augment.enabled else []
-        depths = self._depths(self.requests[0], training[0], setup.device) if training else None
-        truths = self._depths(self.requests[-1], test)
-        outcomes = []
-        for i, (backbone, size) in enumerate(setup.rows):
-            details: dict[str, Any] = {"features": "patches", "max_depth": self.max_depth}
-            if depths is None:
-                probe = probes[i]
-            else:
-                probe, loss = self._train_on_stored(training[0][i], depths, backbone.label)
-                details["train_loss"] = number(loss)
-            errors, more = self._score(probe, test[i], truths, backbone.label)
-            first = test[i].dense(0).tiles[0]
-            outcomes.append(
-                Outcome(
-                    backbone,
-                    size,
-                    (first.height, first.width),
-                    mean_of([one for one in errors if one is not None]),
-                    mean_sums([one["rmse"] if one else None for one in errors]),
-                    {**details, **more},
-                )
-            )
-        return outcomes
-
-    def _probe(self, width: int) -> DepthProbe:
+    def new_head(self, width: int) -> DepthProbe:
         setup = self.setup
         return DepthProbe(
             width, self.max_depth, self.settings, seed=setup.seed, device=setup.device
         )
 
-    def _depths(
-        self, request: FeatureRequest, stored: Sequence[Stored], device: torch.device | None = None
-    ) -> Depths:
-        """The depth of images whose features are there, shared by all rows of the table."""
-        dataset, indices, _ = request
+    def read_label(self, dataset: Dataset, index: int, size: Sequence[int]) -> Tensor:
+        """float32 [H, W] after the crop; may hold only nan where such images are skipped."""
+        found = dataset.depth(index, allow_empty=self.settings.empty_depth == "skip")
+        if found.shape != tuple(size):
+            raise ProbeError(
+                f"{dataset.ids[index]}: depth of {found.shape[0]} x {found.shape[1]} pixels for an "
+                f"image of {size[0]} x {size[1]}; both need the same size."
+            )
         crop = crop_of(self.settings.view.image_crop, dataset, "image_crop")
-        sizes = stored[0].sizes()
-        return labels_of(
-            lambda i: _read(self.settings, dataset, indices[i], crop, sizes[i].tolist()), device
+        if crop is not None:
+            top, bottom, left, right = crop.box(*found.shape)
+            found = found[top:bottom, left:right]
+        if not np.isfinite(found).any():
+            if self.settings.empty_depth == "error":
+                raise _empty(dataset, index)
+            if dataset is self.setup.data.train:
+                self._empty.add(index)
+        return torch.from_numpy(found.copy())
+
+    def random_view(
+        self, image: Image.Image, label: Array, size: int, random: np.random.Generator
+    ) -> live.Drawn:
+        settings, train = self.settings, self.setup.data.train
+        image_crop = crop_of(settings.view.image_crop, train, "image_crop")
+        train_crop = crop_of(settings.augment.train_crop, train, "train_crop")
+        if image_crop is not None:
+            top, bottom, left, right = image_crop.box(image.height, image.width)
+            image = image.crop((left, top, right, bottom))
+        interpolation = settings.view.interpolation
+        return live.Drawn(
+            *random_depth(image, label, settings.augment, train_crop, size, interpolation, random)
         )
 
-    def _train_on_stored(
-        self, stored: Stored, depths: Depths, label: str
-    ) -> tuple[DepthProbe, float]:
-        """A head trained from the cache, and its loss at the end."""
-        data = self.setup.data
-        probe = self._probe(stored.dense(0).maps[0].shape[2])
-        seen: dict[int, bool] = {}
+    def describe(self, size: int) -> dict[str, Any]:
+        return {"max_depth": self.max_depth}
 
-        def read(place: int) -> Tensor:
-            found = depths(place)
-            if place not in seen:
-                seen[place] = bool(torch.isfinite(found).any())
-            return found
-
-        loss = train_on_stored(self.setup, probe, stored, read, self.settings.optimizer, label)
-        empty = [data.train_indices[place] for place, valid in seen.items() if not valid]
-        self._note_empty("training", data.train, empty)
-        return probe, loss
-
-    def _train_on_random_crops(self) -> list[DepthProbe]:
-        data, settings = self.setup.data, self.settings
-        image_crop = crop_of(settings.view.image_crop, data.train, "image_crop")
-        train_crop = crop_of(settings.augment.train_crop, data.train, "train_crop")
-        empty: set[int] = set()
-
-        def read(place: int) -> Sample:
-            index = data.train_indices[place]
-            image = data.train.image(index)
-            size = (image.height, image.width)
-            found = _read(settings, data.train, index, image_crop, size).numpy()
-            if not np.isfinite(found).any():
-                empty.add(index)
-            if image_crop is not None:
-                top, bottom, left, right = image_crop.box(*size)
-                image = image.crop((left, top, right, bottom))
-            return image, found
-
-        def make(sample: Sample, size: int, random: np.random.Generator) -> live.Drawn:
-            augment, interpolation = settings.augment, settings.view.interpolation
-            return live.Drawn(
-                *random_depth(*sample, augment, train_crop, size, interpolation, random)
-            )
-
-        probes: list[DepthProbe] = []
-        for row, features, views in random_batches(
-            self.setup, self.train_wants, read, make, count=len(data.train_indices),
-            batch=settings.optimizer.batch, iterations=settings.optimizer.iterations,
-            text="depth, random crops",
-        ):  # fmt: skip
-            if row == len(probes):
-                probes.append(self._probe(features.patches.shape[2]))
-            height, width = views[0].pixels.shape[1:]
-            samples = live.dense_samples(features, (height, width))
-            probes[row].step(samples, [view.label for view in views])
-        self._note_empty("training", data.train, empty)
-        return probes
-
-    def _score(
-        self, probe: DepthProbe, stored: Stored, truths: Depths, label: str
-    ) -> tuple[list[dict[str, float] | None], dict[str, Any]]:
-        """Errors of each test image, None where no depth is valid, and how many there were."""
+    def score(
+        self, head: DepthProbe, test: Stored, truths: Labels, row: str
+    ) -> tuple[dict[str, float], Sums, dict[str, Any]]:
         setup, data = self.setup, self.setup.data
+        self._note_empty("training", data.train, self._empty)
         scored = crop_of(self.settings.view.eval_crop, data.test, "eval_crop")
         errors: list[dict[str, float] | None] = []
         empty: set[int] = set()
         check = DepthCheck() if setup.verify else None
         for place, index in enumerate(data.test_indices):
-            sample, truth = stored.dense(place), truths(place).numpy()
-            predicted = probe.predict(sample, (truth.shape[0], truth.shape[1]))
+            sample, truth = test.dense(place), truths(place).numpy()
+            predicted = head.predict(sample, (truth.shape[0], truth.shape[1]))
             if scored is not None:
                 top, bottom, left, right = scored.box(*truth.shape)
                 truth, predicted = truth[top:bottom, left:right], predicted[top:bottom, left:right]
@@ -192,19 +122,19 @@ class DepthTask:
                 if self.settings.empty_depth == "error":
                     raise _empty(data.test, index)
                 empty.add(index)
-            setup.progress(f"scoring {label}", place + 1, len(data.test_indices))
+            setup.progress(f"scoring {row}", place + 1, len(data.test_indices))
         self._note_empty("test", data.test, empty)
         details: dict[str, Any] = {"scored": len(errors) - len(empty), "skipped": len(empty)}
         if check is not None:
             details["verified"] = check.result()
-        return errors, details
+        metrics = mean_of([one for one in errors if one is not None])
+        return metrics, mean_sums([one["rmse"] if one else None for one in errors]), details
 
-    def _note_empty(self, part: str, dataset: Dataset, empty: Iterable[int]) -> None:
-        indices = sorted(empty)
-        if indices:
-            name = dataset.ids[indices[0]]
+    def _note_empty(self, part: str, dataset: Dataset, empty: set[int]) -> None:
+        if empty:
+            name = dataset.ids[min(empty)]
             self.setup.note(
-                f"{len(indices)} {part} images without valid depth left out, such as {name}"
+                f"{len(empty)} {part} images without valid depth left out, such as {name}"
             )
 
 
@@ -223,24 +153,6 @@ def _max_depth(settings: Depth, dataset: Dataset) -> float:
             f"to {own:g} m; use another protocol, or --set depth.max_depth={own:g}."
         )
     return settings.max_depth
-
-
-def _read(
-    settings: Depth, dataset: Dataset, index: int, crop: Crop | None, size: Sequence[int]
-) -> Tensor:
-    """float32 [H, W] after the crop, checked against the size of the image; may hold only nan."""
-    found = dataset.depth(index, allow_empty=settings.empty_depth == "skip")
-    if found.shape != tuple(size):
-        raise ProbeError(
-            f"{dataset.ids[index]}: depth of {found.shape[0]} x {found.shape[1]} pixels for an "
-            f"image of {size[0]} x {size[1]}; both need the same size."
-        )
-    if crop is not None:
-        top, bottom, left, right = crop.box(*found.shape)
-        found = found[top:bottom, left:right]
-    if settings.empty_depth == "error" and not np.isfinite(found).any():
-        raise _empty(dataset, index)
-    return torch.from_numpy(found.copy())
 
 
 def _empty(dataset: Dataset, index: int) -> ProbeError:

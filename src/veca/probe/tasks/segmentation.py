@@ -19,160 +19,90 @@ from torch import Tensor
 from veca.errors import ProbeError
 from veca.probe import live
 from veca.probe.augment import random_segment
-from veca.probe.data import labels_of, read_mask
-from veca.probe.datasets import IGNORE_INDEX
+from veca.probe.data import read_mask
+from veca.probe.datasets import IGNORE_INDEX, Dataset
 from veca.probe.extract import DENSE, DenseSample, Stored, Want
-from veca.probe.intervals import iou_sums
-from veca.probe.kept import Kept
+from veca.probe.intervals import Sums, iou_sums
 from veca.probe.metrics import Confusion
 from veca.probe.protocol import Segmentation
 from veca.probe.resize import argmax_at, bilinear
 from veca.probe.tasks.shared import (
     Array,
-    FeatureRequest,
+    DenseTask,
+    Labels,
     Optimizer,
-    Outcome,
     ProbeSetup,
     TokenHead,
     at_size,
     merge,
     number,
-    random_batches,
     require_sklearn,
     together,
-    train_on_stored,
 )
 from veca.probe.views import FrameView, Tile
 
-Sample = tuple[Image.Image, Array]
-"""An image and its mask."""
-Masks = Kept[int, Tensor]
 
+class SegmentationTask(DenseTask["SegmentationProbe"]):
+    name = "segmentation"
 
-class SegmentationTask:
     def __init__(self, setup: ProbeSetup, settings: Segmentation) -> None:
-        self.setup, self.settings = setup, settings
         self.sections = {size: at_size(settings, size, setup.cell) for size in setup.sizes}
         views = {size: FrameView(one.view, setup.cell) for size, one in self.sections.items()}
-        self.wants = [Want(backbone, views[size], DENSE) for backbone, size in setup.rows]
-        self.requests = [setup.of_test(self.wants)]
-        if not settings.augment.enabled:
-            self.requests.insert(0, setup.of_training(self.wants))
-        elif 0 in self.sections:
+        wants = [Want(backbone, views[size], DENSE) for backbone, size in setup.rows]
+        super().__init__(setup, settings, wants, wants)
+        if settings.augment.enabled and 0 in self.sections:
             raise ProbeError("segmentation with random crops needs a short side; give --size.")
 
-    def outcomes(self, features: Sequence[Sequence[Stored]]) -> list[Outcome]:
-        setup, settings = self.setup, self.settings
-        *training, test = features
-        probes = self._train_on_random_crops() if settings.augment.enabled else []
-        masks = _masks(self.requests[0], training[0], setup.device) if training else None
-        truths = _masks(self.requests[-1], test)
-        outcomes = []
-        for i, (backbone, size) in enumerate(setup.rows):
-            details: dict[str, Any] = {
-                "features": "patches",
-                "view": dataclasses.asdict(self.sections[size].view),
-            }
-            if masks is None:
-                probe = probes[i]
-            else:
-                stored = training[0][i]
-                probe = self._probe(stored.dense(0).maps[0].shape[2])
-                loss = train_on_stored(
-                    setup, probe, stored, masks, settings.optimizer, backbone.label
-                )
-                details["train_loss"] = number(loss)
-            confusion, more = self._score(probe, test[i], truths, backbone.label)
-            first = test[i].dense(0).tiles[0]
-            outcomes.append(
-                Outcome(
-                    backbone,
-                    size,
-                    (first.height, first.width),
-                    confusion.metrics(),
-                    iou_sums(confusion.images),
-                    {**details, **more},
-                )
-            )
-        return outcomes
-
-    def _probe(self, width: int) -> SegmentationProbe:
-        train = self.setup.data.train
+    def new_head(self, width: int) -> SegmentationProbe:
+        train, setup = self.setup.data.train, self.setup
         return SegmentationProbe(
             width,
             train.num_classes,
             self.settings,
-            seed=self.setup.seed,
-            device=self.setup.device,
+            seed=setup.seed,
+            device=setup.device,
             ignore=train.ignore_index,
         )
 
-    def _train_on_random_crops(self) -> list[SegmentationProbe]:
-        data, settings = self.setup.data, self.settings
+    def read_label(self, dataset: Dataset, index: int, size: Sequence[int]) -> Tensor:
+        return read_mask(dataset, index, size)
 
-        def read(place: int) -> Sample:
-            index = data.train_indices[place]
-            image = data.train.image(index)
-            return image, read_mask(data.train, index, (image.height, image.width)).numpy()
+    def random_view(
+        self, image: Image.Image, label: Array, size: int, random: np.random.Generator
+    ) -> live.Drawn:
+        augment, interpolation = self.sections[size].augment, self.settings.view.interpolation
+        ignore = self.setup.data.train.ignore_index
+        return live.Drawn(
+            *random_segment(image, label, augment, size, interpolation, ignore, random)
+        )
 
-        def make(sample: Sample, size: int, random: np.random.Generator) -> live.Drawn:
-            augment, interpolation = self.sections[size].augment, settings.view.interpolation
-            ignore = data.train.ignore_index
-            return live.Drawn(
-                *random_segment(*sample, augment, size, interpolation, ignore, random)
-            )
+    def describe(self, size: int) -> dict[str, Any]:
+        return {"view": dataclasses.asdict(self.sections[size].view)}
 
-        probes: list[SegmentationProbe] = []
-        for row, features, views in random_batches(
-            self.setup, self.wants, read, make, count=len(data.train_indices),
-            batch=settings.optimizer.batch, iterations=settings.optimizer.iterations,
-            text="segmentation, random crops",
-        ):  # fmt: skip
-            if row == len(probes):
-                probes.append(self._probe(features.patches.shape[2]))
-            height, width = views[0].pixels.shape[1:]
-            samples = live.dense_samples(features, (height, width))
-            probes[row].step(samples, [view.label for view in views])
-        return probes
-
-    def _score(
-        self, probe: SegmentationProbe, stored: Stored, truths: Masks, label: str
-    ) -> tuple[Confusion, dict[str, Any]]:
-        """The confusion matrix of the whole test set, and details of it."""
-        setup, test = self.setup, self.setup.data.test
-        confusion = Confusion(len(test.classes), test.ignore_index)
-        check = ConfusionCheck(len(test.classes), test.ignore_index) if setup.verify else None
-        for place in range(len(stored)):
-            sample, mask = stored.dense(place), truths(place).numpy()
-            predicted = probe.predict(sample, (mask.shape[0], mask.shape[1])).cpu().numpy()
+    def score(
+        self, head: SegmentationProbe, test: Stored, truths: Labels, row: str
+    ) -> tuple[dict[str, float], Sums, dict[str, Any]]:
+        classes, ignore = self.setup.data.test.classes, self.setup.data.test.ignore_index
+        confusion = Confusion(len(classes), ignore)
+        check = ConfusionCheck(len(classes), ignore) if self.setup.verify else None
+        for place in range(len(test)):
+            sample, mask = test.dense(place), truths(place).numpy()
+            predicted = head.predict(sample, (mask.shape[0], mask.shape[1])).cpu().numpy()
             confusion.add(mask, predicted)
             if check is not None:
                 check.add(mask, predicted)
-            setup.progress(f"scoring {label}", place + 1, len(stored))
-        iou = confusion.iou()
-        absent = [name for name, value in zip(test.classes, iou, strict=True) if math.isnan(value)]
+            self.setup.progress(f"scoring {row}", place + 1, len(test))
+        iou = list(zip(classes, confusion.iou().tolist(), strict=True))
+        absent = [name for name, value in iou if math.isnan(value)]
         if absent:
-            setup.note(
-                f"{label}: {len(absent)} of {len(iou)} classes occur neither as a label nor as a "
+            self.setup.note(
+                f"{row}: {len(absent)} of {len(iou)} classes occur neither as a label nor as a "
                 f"prediction and are left out of the mean, such as {absent[0]}"
             )
-        details: dict[str, Any] = {
-            "iou": {
-                name: number(float(value)) for name, value in zip(test.classes, iou, strict=True)
-            }
-        }
+        details: dict[str, Any] = {"iou": {name: number(value) for name, value in iou}}
         if check is not None:
             details["verified"] = check.result(confusion)
-        return confusion, details
-
-
-def _masks(
-    request: FeatureRequest, stored: Sequence[Stored], device: torch.device | None = None
-) -> Masks:
-    """The masks of images whose features are there, shared by all rows of the table."""
-    dataset, indices, _ = request
-    sizes = stored[0].sizes()
-    return labels_of(lambda i: read_mask(dataset, indices[i], sizes[i].tolist()), device)
+        return confusion.metrics(), iou_sums(confusion.images), details
 
 
 class SegmentationProbe:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,7 +24,8 @@ from veca._util.extras import require
 from veca.probe import live
 from veca.probe import protocol as protocols
 from veca.probe.backbone import Backbone, Features
-from veca.probe.data import ProbeData
+from veca.probe.cache import MemoryCache
+from veca.probe.data import ProbeData, labels_of
 from veca.probe.datasets import Dataset
 from veca.probe.extract import GLOBAL, DenseSample, Stored, Want
 from veca.probe.intervals import Sums, mean_sums
@@ -32,6 +35,8 @@ from veca.probe.schedule import batches, rate, torch_generator
 from veca.probe.views import SquareView
 
 Array = np.ndarray[Any, Any]
+Labels = MemoryCache[int, Tensor]
+"""Place of an image -> its mask or depth [H, W]."""
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
 
@@ -39,6 +44,7 @@ _GROUP_NUMBERS = 2**26  # logits that a GPU makes at once: 256 MiB in float32
 
 _S = TypeVar("_S")
 _I = TypeVar("_I")
+_H = TypeVar("_H", bound="DenseHead")
 
 
 class FeatureRequest(NamedTuple):
@@ -380,28 +386,111 @@ class DenseHead(Protocol):
         ...
 
 
-def train_on_stored(
-    setup: ProbeSetup,
-    head: DenseHead,
-    stored: Stored,
-    label: Callable[[int], Tensor],
-    settings: protocols.AdamW,
-    name: str,
-) -> float:
-    """Train from cached features; returns the mean loss of the last tenth of the batches.
+class DenseTask(ABC, Generic[_H]):
+    """A head on the patches and a label for every pixel, for every row of the table."""
 
-    Args:
-        label: place -> its mask or depth; name: of the backbone, for progress.
-    """
-    losses = []
-    held = stored.held(head.device)
-    order = batches(len(stored), settings.batch, settings.iterations, setup.seed)
-    for done, batch in enumerate(order, 1):
-        samples = [held(int(place)) for place in batch]
-        losses.append(head.step(samples, [label(int(place)) for place in batch]))
-        setup.progress(f"training on {name}", done, settings.iterations)
-    last = [loss for loss in losses[-max(1, len(losses) // 10) :] if loss == loss]
-    return sum(last) / len(last) if last else math.nan
+    name: ClassVar[str]
+
+    def __init__(
+        self, setup: ProbeSetup, settings: Any, wants: Sequence[Want], train_wants: Sequence[Want]
+    ) -> None:
+        self.setup, self.settings, self.train_wants = setup, settings, train_wants
+        self.requests = [setup.of_test(wants)]
+        if not settings.augment.enabled:
+            self.requests.insert(0, setup.of_training(train_wants))
+
+    @abstractmethod
+    def new_head(self, width: int) -> _H:
+        """A fresh head for features of this width."""
+
+    @abstractmethod
+    def read_label(self, dataset: Dataset, index: int, size: Sequence[int]) -> Tensor:
+        """The mask or depth [H, W] of an image, checked against (height, width) of the image."""
+
+    @abstractmethod
+    def random_view(
+        self, image: Image.Image, label: Array, size: int, random: np.random.Generator
+    ) -> live.Drawn: ...
+
+    @abstractmethod
+    def describe(self, size: int) -> dict[str, Any]:
+        """Constants of a row, for its details."""
+
+    @abstractmethod
+    def score(
+        self, head: _H, test: Stored, truths: Labels, row: str
+    ) -> tuple[dict[str, float], Sums, dict[str, Any]]:
+        """Metrics, the sums of the first of them, and details of a trained head."""
+
+    def outcomes(self, features: Sequence[Sequence[Stored]]) -> list[Outcome]:
+        setup = self.setup
+        *training, test = features
+        heads = [] if training else self._train_on_random_crops()
+        labels = self._labels(self.requests[0], training[0], setup.device) if training else None
+        truths = self._labels(self.requests[-1], test)
+        outcomes = []
+        for i, (backbone, size) in enumerate(setup.rows):
+            details = {"features": "patches", **self.describe(size)}
+            if labels is None:
+                head = heads[i]
+            else:
+                head = self.new_head(training[0][i].dense(0).maps[0].shape[2])
+                loss = self._train_on_stored(head, training[0][i], labels, backbone.label)
+                details["train_loss"] = number(loss)
+            metrics, sums, more = self.score(head, test[i], truths, backbone.label)
+            tile = test[i].dense(0).tiles[0]
+            pixels = (tile.height, tile.width)
+            outcomes.append(Outcome(backbone, size, pixels, metrics, sums, {**details, **more}))
+        return outcomes
+
+    def _labels(
+        self, request: FeatureRequest, stored: Sequence[Stored], device: torch.device | None = None
+    ) -> Labels:
+        """The labels of images whose features are there, shared by all rows of the table."""
+        dataset, indices, _ = request
+        sizes = stored[0].sizes()
+        return labels_of(lambda i: self.read_label(dataset, indices[i], sizes[i].tolist()), device)
+
+    def _train_on_stored(self, head: _H, stored: Stored, labels: Labels, row: str) -> float:
+        """Train from cached features; returns the mean loss of the last tenth of the batches."""
+        settings = self.settings.optimizer
+        losses = []
+        held = stored.held(head.device)
+        order = batches(len(stored), settings.batch, settings.iterations, self.setup.seed)
+        for done, batch in enumerate(order, 1):
+            samples = [held(int(place)) for place in batch]
+            losses.append(head.step(samples, [labels(int(place)) for place in batch]))
+            self.setup.progress(f"training on {row}", done, settings.iterations)
+        last = [loss for loss in losses[-max(1, len(losses) // 10) :] if loss == loss]
+        return sum(last) / len(last) if last else math.nan
+
+    def _train_on_random_crops(self) -> list[_H]:
+        """A head for every row; all see the same crops."""
+        data, settings = self.setup.data, self.settings.optimizer
+
+        def read(place: int) -> tuple[Image.Image, Array]:
+            index = data.train_indices[place]
+            image = data.train.image(index)
+            label = self.read_label(data.train, index, (image.height, image.width))
+            return image, label.numpy()
+
+        heads: list[_H] = []
+        for row, features, views in random_batches(
+            self.setup,
+            self.train_wants,
+            read,
+            lambda sample, size, random: self.random_view(*sample, size, random),
+            count=len(data.train_indices),
+            batch=settings.batch,
+            iterations=settings.iterations,
+            text=f"{self.name}, random crops",
+        ):
+            if row == len(heads):
+                heads.append(self.new_head(features.patches.shape[2]))
+            height, width = views[0].pixels.shape[1:]
+            samples = live.dense_samples(features, (height, width))
+            heads[row].step(samples, [view.label for view in views])
+        return heads
 
 
 def together(

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from veca.probe.datasets.base import IGNORE_INDEX, DatasetError, DatasetInfo, Tree
+from veca.errors import DatasetError
+from veca.probe.datasets.base import IGNORE_INDEX, DatasetInfo
 from veca.probe.datasets.classification import pets_list
-from veca.probe.datasets.dense import (
+from veca.probe.datasets.pairs import (
     DenseDataset,
     Pair,
     bad_setting,
@@ -26,6 +27,7 @@ from veca.probe.datasets.dense import (
     read_values,
 )
 from veca.probe.datasets.registry import register
+from veca.probe.datasets.tree import Tree
 
 
 def load_table(name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from veca.probe.datasets import DatasetError, check_dataset, open_dataset
-from veca.probe.datasets.dense import label_size, read_values
+from veca.probe.datasets.pairs import label_size, read_values
 
 
 def png(path, values: np.ndarray, bits: int) -> None:

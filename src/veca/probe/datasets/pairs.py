@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from veca.errors import suggest
+from veca.errors import DatasetError, suggest
 from veca.images import EXTENSIONS, MAX_PIXELS, read_image
-from veca.probe.datasets.base import Dataset, DatasetError, DatasetInfo, Tree, file_size
+from veca.probe.datasets.base import Dataset, DatasetInfo
+from veca.probe.datasets.tree import Tree, file_size
 
 _IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")
 _LABEL_FORMATS = ("PNG", "TIFF", "BMP")  # formats that keep every value as it is

@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from veca.probe.datasets.base import DatasetError, DatasetInfo, Tree
-from veca.probe.datasets.dense import (
+from veca.errors import DatasetError
+from veca.probe.datasets.base import DatasetInfo
+from veca.probe.datasets.pairs import (
     DenseDataset,
     Pair,
     bad_setting,
@@ -25,6 +26,7 @@ from veca.probe.datasets.dense import (
     read_values,
 )
 from veca.probe.datasets.registry import register
+from veca.probe.datasets.tree import Tree
 
 
 @dataclass(frozen=True)

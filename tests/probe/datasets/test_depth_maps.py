@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from veca.probe.datasets import DatasetError, check_dataset, open_dataset
-from veca.probe.datasets.depth import EIGEN_NYU, GARG, KITTI_BENCHMARK, NYU_BORDER, Crop
+from veca.probe.datasets.depth_maps import EIGEN_NYU, GARG, KITTI_BENCHMARK, NYU_BORDER, Crop
 
 
 def expect(dataset, i: int, metres) -> None:

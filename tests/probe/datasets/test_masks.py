@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from veca.probe.datasets import DatasetError, check_dataset, list_datasets, open_dataset
-from veca.probe.datasets.segmentation import load_table
+from veca.probe.datasets.masks import load_table
 
 
 def grid(values) -> np.ndarray:
