@@ -124,6 +124,7 @@ def test_bad_requests_are_named(tiny):
         compile_for_inference(tiny, cache=0)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_graphs_on_cuda_give_the_models_outputs():
     model = stirred(create_model("tiny"), 0.01).cuda().eval()
