@@ -60,7 +60,7 @@ def test_impossible_configurations_are_refused(fields, culprit):
 
 
 def test_unknown_field_names_the_nearest():
-    with pytest.raises(ConfigError, match="'num_core'.*'num_cores'"):
+    with pytest.raises(ConfigError, match=r"'num_core'.*'num_cores'"):
         VecaConfig.from_dict({"num_core": 3})
 
 

@@ -533,7 +533,7 @@ def test_reader_threads_do_not_share_the_warning_filters(monkeypatch: pytest.Mon
 
 def test_a_sliver_cannot_be_blown_up() -> None:
     sliver = Image.new("RGB", (100, 1))
-    with pytest.raises(ImageError, match="<Image>.*25,600"):
+    with pytest.raises(ImageError, match=r"<Image>.*25,600"):
         preprocess(sliver, 16, max_pixels=25_599)
     assert preprocess(sliver, 16, max_pixels=25_600).grid == (1, 100)
 
@@ -814,7 +814,7 @@ def test_mixed_sizes_name_both_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"a\.png.*32 x 32.*b\.png.*32 x 64"):
         preprocess([a, b])
     assert preprocess([a, b], (32, 32)).pixels.shape[0] == 2
-    with pytest.raises(ImageError, match="30 x 30.*31 x 32"):
+    with pytest.raises(ImageError, match=r"30 x 30.*31 x 32"):
         preprocess([noise(30, 30), noise(31, 32)], fit="pad")
     cropped = preprocess([noise(33, 36), noise(32, 47)], fit="crop")
     assert cropped.crop_box == [(2, 0, 34, 32), (7, 0, 39, 32)]
