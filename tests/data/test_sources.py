@@ -33,7 +33,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     done: list[Path] = []
     real = index_module._scan
     monkeypatch.setattr(
-        index_module, "_scan", lambda folder: (done.append(folder), real(folder))[1]
+        index_module, "_scan", lambda folder, *how: (done.append(folder), real(folder, *how))[1]
     )
     return done
 
