@@ -120,7 +120,7 @@ def test_towers_that_are_something_else(tmp_path):
     with pytest.raises(TeacherError, match=r"visual\.conv1\.weight"):
         load_teacher(folder)
     (folder / "open_clip_model.safetensors").write_bytes(b"short")
-    with pytest.raises(TeacherError, match=r"open_clip_model\.safetensors .*header"):
+    with pytest.raises(TeacherError, match=r"/open_clip_model\.safetensors"):
         load_teacher(folder)
 
 
