@@ -33,7 +33,10 @@ MISSING = [
     ),
     *([] if CHROMIUM else ["no Chromium on the PATH (apt-get install chromium)"]),
 ]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING))
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING)),
+]
 ARGUMENTS = [
     "--no-sandbox",  # containers run as root
     "--disable-gpu",

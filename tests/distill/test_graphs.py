@@ -53,6 +53,7 @@ def test_gradients_can_keep_their_place() -> None:
     assert all(p.grad is None for p in layer.parameters())
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "changes",

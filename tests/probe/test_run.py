@@ -213,6 +213,7 @@ class TestLearning:
         assert learned.rows[0].metrics["rmse"] < 0.6 * untrained.rows[0].metrics["rmse"]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestGpu:
     def rows(self):

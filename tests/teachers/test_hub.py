@@ -5,6 +5,7 @@ import torch
 
 from veca.teachers import TeacherError, load_teacher
 from veca.teachers.registry import KNOWN
+from veca.weights.hub import Repository
 
 pytest.importorskip("transformers")
 
@@ -45,7 +46,9 @@ def test_older_weights_where_there_are_no_newer(fake_hub, dinov3):
 
 
 def test_wrong_id(fake_hub):
-    with pytest.raises(TeacherError, match=r"the hub has no model nobody/nothing.*check the name"):
+    with pytest.raises(
+        TeacherError, match=r"no folder nobody/nothing.*the hub has no.*check the name"
+    ):
         load_teacher("nobody/nothing")
 
 
@@ -63,13 +66,13 @@ def test_gated(fake_hub, dinov3):
         load_teacher("dinov3-vitb16")
 
 
-def test_forbidden_and_unauthorised_answers():
-    from veca.teachers.hub import _message
+def test_forbidden_and_unauthorised_answers(fake_hub):
+    repository = Repository("owner/name", TeacherError)
 
     def answer(code):
         error = OSError("refused")
         error.response = type("Response", (), {"status_code": code})
-        return _message("owner/name", error)
+        return str(repository.refusal(error))
 
     assert "gated" in answer(403) and "private" in answer(401)
     assert "cannot be fetched (OSError: refused)" in answer(500)

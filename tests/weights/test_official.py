@@ -15,7 +15,14 @@ from torch import Tensor
 from veca.config import PRESETS, VecaConfig, preset
 from veca.errors import InputError, OutputError, WeightsError
 from veca.model import Veca, create_model
-from veca.weights import export_official, import_official, official
+from veca.weights import (
+    convert_official,
+    export_official,
+    import_official,
+    load,
+    official,
+    read_provenance,
+)
 from veca.weights.official_layout import expected
 from veca.weights.official_settings import find_config, their_config
 from weights import authors
@@ -83,6 +90,18 @@ def test_a_file_as_their_training_writes_it(tmp_path: Path) -> None:
     model = import_official(path)
     assert torch.equal(model.norm.weight, state["final_norm.weight"])
     assert official.provenance(official.read_checkpoint(path))["global_step"] == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, None])
+def test_conversion_keeps_the_origin(
+    small: tuple[Path, dict[str, Tensor], dict[str, Any]], tmp_path: Path, dtype: Any
+) -> None:
+    path, state, _ = small
+    model = convert_official(path, tmp_path / "out", dtype=dtype)
+    again = load(tmp_path / "out", dtype=None)
+    assert again.config == model.config
+    assert torch.equal(again.norm.weight, state["final_norm.weight"].to(dtype or torch.float32))
+    assert read_provenance(tmp_path / "out")["teacher"] == "someone/teacher"
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])

@@ -21,6 +21,15 @@ img { max-width: 100%; height: auto; display: block; margin: .6rem 0; }
 """
 
 
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of plain text."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
 class Page:
     """Collects the parts of a page; `write` puts them into one file."""
 
@@ -37,11 +46,7 @@ class Page:
         self._parts.append(f"<p{style}>{escape(text)}</p>")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-        )
-        self._parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        self._parts.append(html_table(header, rows))
 
     def picture(self, source: str, text: str) -> None:
         """A picture by its path relative to the page, and what it shows."""

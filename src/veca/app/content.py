@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from veca import bench
+from veca._util.html import html_table
 from veca.app.model_cache import LoadedModel
 from veca.checks import check_budget
 from veca.cost import Cost, cost
@@ -207,19 +208,16 @@ def costs_table(seen: Look, cores: int, times: Times) -> str:
     """Time, FLOPs and interactions beside the dense ViT's, as an HTML table."""
     c = photo_cost(seen, cores)
     rows = [
-        ("ms", times.veca, times.dense, "{:.1f}"),
-        ("GFLOPs", c.veca.flops / 1e9, c.dense.flops / 1e9, "{:.2f}"),
-        ("interactions", c.veca.interactions, c.dense.interactions, "{:,}"),
+        (name, form.format(ours), form.format(dense), f"{ours / dense:.1%}")
+        for name, ours, dense, form in (
+            ("ms", times.veca, times.dense, "{:.1f}"),
+            ("GFLOPs", c.veca.flops / 1e9, c.dense.flops / 1e9, "{:.2f}"),
+            ("interactions", c.veca.interactions, c.dense.interactions, "{:,}"),
+        )
     ]
-    body = "".join(
-        f"<tr><td>{name}</td><td>{form.format(ours)}</td><td>{form.format(dense)}</td>"
-        f"<td>{ours / dense:.1%}</td></tr>"
-        for name, ours, dense, form in rows
-    )
+    header = ("", f"VECA, {c.cores} core{'s' * (c.cores != 1)}", "dense ViT", "of dense")
     height, width = c.size
-    return (
-        f"<table><thead><tr><th></th><th>VECA, {c.cores} core{'s' * (c.cores != 1)}</th>"
-        f"<th>dense ViT</th><th>of dense</th></tr></thead><tbody>{body}</tbody></table>"
+    return html_table(header, rows) + (
         f"<p>{escape(seen.photo.name)} at {height} x {width} px, {c.grid[0]} x {c.grid[1]} "
         f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of up to three "
         "runs; the rest is counted, interactions for one layer.</p>"

@@ -28,7 +28,7 @@ def import_(
     """Convert a checkpoint of the authors'; nothing inside the file is executed."""
     import torch
 
-    from veca.weights import official, store
+    from veca.weights import convert_official, store
 
     out = out.expanduser()
     taken = [path for path in (out / name for name in store.FILES) if path.exists()]
@@ -37,11 +37,7 @@ def import_(
             f"{taken[0] if taken else out} is there already; add --force to replace it."
         )
 
-    read = official.read_checkpoint(checkpoint)
-    model = official.build_model(read)
-    stored = torch.float16 if dtype is StoredDtype.float16 else torch.float32
-    store.save(model, out, provenance=official.provenance(read), dtype=stored)
-
+    model = convert_official(checkpoint, out, dtype=getattr(torch, dtype.value))
     c = model.config
     parameters = sum(p.numel() for p in model.parameters())
     console.print(

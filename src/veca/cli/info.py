@@ -63,8 +63,9 @@ def _overview(device: str) -> None:
 
 def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> None:
     from veca import cost
+    from veca.weights import describe_config
 
-    name, config = _config(model)
+    name, config = describe_config(model)
     first = cost(config, sizes[0], budgets[0])
     table = Table(
         title=f"{escape(name)}: {first.veca.parameters / 1e6:.1f} M parameters "
@@ -107,21 +108,3 @@ def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> Non
         "attention, not compiled.",
         style="dim",
     )
-
-
-def _config(model: str):  # type: ignore[no-untyped-def]
-    """What is counted, in words, and its configuration: weights at hand, or else a preset."""
-    from veca.config import PRESETS, preset
-    from veca.errors import ConfigError
-    from veca.weights import read_config
-    from veca.weights.names import at_hand
-
-    held = at_hand(model)
-    if held is not None:
-        return f"weights {held.name}", read_config(held)
-    try:
-        config = preset(model)
-    except ConfigError:
-        return model, read_config(model)
-    name = next(name for name, known in PRESETS.items() if known is config)
-    return f"preset {name}, without an output projection", config

@@ -19,7 +19,7 @@ from veca._util.threads import batches_at_once
 from veca.checks import check_model
 from veca.data import pool
 from veca.data.sources import ImageSource
-from veca.embed.plan import GONE, Plan, images_for, locked, open_plan, remove_embeddings
+from veca.embed.plan import GONE, Plan, images_for, locked, open_plan
 from veca.embed.settings import Settings
 from veca.embed.shards import compute_for, embed_shards
 from veca.embed.sources import Sources
@@ -162,9 +162,9 @@ def embed(
         shard_rows=shard_rows,
     )
     with locked(folder):
-        if overwrite:
-            remove_embeddings(folder)
-        plan, added = open_plan(folder, images, settings, weights_from=weights_from)
+        plan, added = open_plan(
+            folder, images, settings, weights_from=weights_from, overwrite=overwrite
+        )
         state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
         if state.left:
             records = _engine(

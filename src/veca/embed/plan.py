@@ -75,10 +75,8 @@ def images_for(folder: Path, sources: Sources, *, overwrite: bool = False) -> Im
     return open_images(sources, natural=not goes_on or "order" in read_manifest(folder)[1])
 
 
-def remove_embeddings(folder: Path) -> None:
+def _remove_embeddings(folder: Path) -> None:
     """Remove what earlier runs wrote to a folder of embeddings, and nothing else."""
-    if not (folder / MANIFEST).exists():
-        return
     ours = ("shards/part-*.parquet", f"{PLAN}/[0-9]*.npz", "index-*.usearch", FAILURES, MANIFEST)
     with output_errors(folder):
         for path in [path for pattern in ours for path in sorted(folder.glob(pattern))]:
@@ -86,10 +84,22 @@ def remove_embeddings(folder: Path) -> None:
 
 
 def open_plan(
-    folder: Path, source: ImageSource, settings: Settings, *, weights_from: str | None
+    folder: Path,
+    source: ImageSource,
+    settings: Settings,
+    *,
+    weights_from: str | None,
+    overwrite: bool = False,
 ) -> tuple[Plan, int]:
-    """The plan of a folder, made if there is none; and how many images it lacked."""
-    fresh = _check_folder(folder, settings)
+    """The plan of a folder, made if there is none; and how many images it lacked.
+
+    With `overwrite` what earlier runs wrote goes first.
+    """
+    if overwrite and (folder / MANIFEST).exists():
+        _remove_embeddings(folder)
+        fresh = True
+    else:
+        fresh = _check_folder(folder, settings)
     parts = _load_parts(folder / PLAN)
     if not fresh and not parts:
         raise InputError(

@@ -135,7 +135,9 @@ def embed_shards(
         on_images(1)
 
     def compute_rows(batch: list[_Image]) -> list[Result[Row]]:
-        features, _ = compute(torch.from_numpy(np.stack([image.pixels for image in batch])))
+        pixels = torch.from_numpy(np.stack([image.pixels for image in batch]))
+        with torch.autocast("cpu", enabled=False):  # the settings say what is computed in
+            features, _ = compute(pixels)
         return [
             Result(image.row, {name: array[i] for name, array in features.items()})
             for i, image in enumerate(batch)

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 
 from veca._util.device import usable_device
-from veca.config import VecaConfig
+from veca.config import PRESETS, VecaConfig, preset
+from veca.errors import ConfigError
 from veca.model import Veca
 from veca.weights import names, store
 from veca.weights import tensors as ts
 from veca.weights.names import NAMED, available, find
-from veca.weights.official import export_official, import_official
+from veca.weights.official import convert_official, export_official, import_official
 from veca.weights.store import save
 
 __all__ = [
     "NAMED",
     "available",
+    "convert_official",
+    "describe_config",
     "export_official",
     "find",
     "import_official",
@@ -60,6 +63,19 @@ def load(
 def read_config(source: str | os.PathLike[str]) -> VecaConfig:
     """The configuration of stored weights, without reading the tensors."""
     return store.read_config(names.locate(source, (store.CONFIG,)))
+
+
+def describe_config(name: str) -> tuple[str, VecaConfig]:
+    """What a name is, in words, and its configuration: weights at hand, or else a preset."""
+    held = names.at_hand(name)
+    if held is not None:
+        return f"weights {held.name}", store.read_config(held)
+    try:
+        config = preset(name)
+    except ConfigError:
+        return name, read_config(name)
+    known = next(known for known, other in PRESETS.items() if other is config)
+    return f"preset {known}, without an output projection", config
 
 
 def read_provenance(source: str | os.PathLike[str]) -> dict[str, Any]:

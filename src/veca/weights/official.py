@@ -28,6 +28,7 @@ from veca.weights.official_settings import find_config, their_config
 __all__ = [
     "OfficialCheckpoint",
     "build_model",
+    "convert_official",
     "export_official",
     "from_ours",
     "import_official",
@@ -68,6 +69,28 @@ def import_official(
     """
     ts.check_dtype(dtype)
     return build_model(read_checkpoint(path), config_overrides=config_overrides, dtype=dtype)
+
+
+def convert_official(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = torch.float32,
+) -> Veca:
+    """Write an authors' checkpoint as weights that `veca.load` reads, and give the model.
+
+    Unlike `import_official` and `save`, this keeps where the weights come from: the file, its
+    hash, the teacher and how far training was.
+
+    Args:
+        out: a folder, or a name ending in `.safetensors`; weights that are there are replaced.
+        dtype: to store in; None keeps the checkpoint's.
+    """
+    ts.check_dtype(dtype)
+    found = read_checkpoint(checkpoint)
+    model = build_model(found, dtype=None if dtype is None else torch.float32)
+    store.save(model, out, provenance=provenance(found), dtype=dtype)
+    return model
 
 
 def export_official(model: Veca, path: str | os.PathLike[str], *, chunk: int | None = None) -> Path:
