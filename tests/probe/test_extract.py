@@ -227,13 +227,13 @@ def test_features_too_large_for_half_precision(tmp_path, stack):
     huge = teacher(16)
     huge.fn.scale.data.fill_(1e6)
     view = FrameView(WindowView(48, 0, 0, "bicubic"), 16)
-    with pytest.raises(ProbeError, match=r"cells16 are too large for float16.*dense_dtype=float32"):
+    with pytest.raises(ProbeError, match="dense_dtype"):
         run(dataset, [Want(TeacherBackbone(huge), view, DENSE)], tmp_path / "c", stack)
 
 
 def test_a_broken_image_is_named(dataset, tmp_path, stack):
     (dataset.root / dataset.ids[3]).write_bytes(b"\x89PNG nothing")
-    with pytest.raises(ImageError, match=r"blue/003.png"):
+    with pytest.raises(ImageError, match=r"blue/003\.png"):
         run(dataset, [Want(sets.backbone(), square(), GLOBAL)], tmp_path / "c", stack)
 
 
