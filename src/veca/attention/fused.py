@@ -112,33 +112,13 @@ _TABLES = "Tensor? core_cos, Tensor? core_sin, Tensor? patch_cos, Tensor? patch_
     schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}, SymInt num_cores, float scale)"
     " -> (Tensor, Tensor)",
 )
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_cos: Tensor | None,
-    core_sin: Tensor | None,
-    patch_cos: Tensor | None,
-    patch_sin: Tensor | None,
-    num_cores: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, T, d] and base-2 log-sum-exps [B, H, T] of all rows."""
-    return launch_forward(q, k, v, core_cos, core_sin, patch_cos, patch_sin, num_cores, scale)
+    return launch_forward(*args)
 
 
 @_forward.register_fake
-def _forward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    core_cos: Tensor | None,
-    core_sin: Tensor | None,
-    patch_cos: Tensor | None,
-    patch_sin: Tensor | None,
-    num_cores: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _forward_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return token_major(q), empty(q, q.shape[:3], torch.float32)
 
 
@@ -149,42 +129,14 @@ def _forward_fake(
     f"{_TABLES}, SymInt num_cores, float scale, bool table_grad)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    core_cos: Tensor | None,
-    core_sin: Tensor | None,
-    patch_cos: Tensor | None,
-    patch_sin: Tensor | None,
-    num_cores: int,
-    scale: float,
-    table_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and, if `table_grad`, of core_cos and core_sin (else empty tensors)."""
-    tables = (core_cos, core_sin, patch_cos, patch_sin)
-    return launch_backward(grad, q, k, v, out, lse, *tables, num_cores, scale, table_grad)
+    return launch_backward(*args)
 
 
 @_backward.register_fake
-def _backward_fake(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    core_cos: Tensor | None,
-    core_sin: Tensor | None,
-    patch_cos: Tensor | None,
-    patch_sin: Tensor | None,
-    num_cores: int,
-    scale: float,
-    table_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _grad, q, _k, _v, _out, _lse, core_cos, *_, table_grad = args
     if table_grad and core_cos is not None:
         shape, dtype = core_cos.shape, core_cos.dtype
     else:

@@ -1,8 +1,6 @@
 """Time and memory of networks side by side, on this machine, against resolution and budget."""
 
-import warnings
-from typing import Any
-
+from veca._util.moved import moved
 from veca.bench.measure import (
     DENSE,
     DTYPES,
@@ -47,15 +45,5 @@ __all__ = [
     "write_csv",
 ]
 
-_RENAMED = {"Plan": BenchPlan, "Row": BenchRow}
-"""What they were called in 0.1."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _RENAMED[name]
-    warnings.warn(
-        f"veca.bench.{name} is called {new.__name__} now", DeprecationWarning, stacklevel=2
-    )
-    return new
+# What they were called in 0.1.
+__getattr__ = moved(__name__, {"Plan": "BenchPlan", "Row": "BenchRow"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,7 +92,3 @@ def writable_folder(path: Path) -> Iterator[Path]:
                 f"cannot write to the folder {path} ({reason}); choose another with --out."
             ) from error
         yield path
-
-
-def join_numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(str(n) for n in numbers)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from veca._util.limits import Count, NotNegative, Whole, at_least, check_limits, one_of
 from veca._util.settings import SettingsReader, SettingsTables, Words, to_table, to_toml
 from veca.data.augment import AugmentConfig
 from veca.data.faults import LIMIT
 from veca.distill.optim import NAMES as OPTIMIZERS
-from veca.errors import DistillError, suggest
+from veca.errors import DistillError
 
 PRECISIONS = ("auto", "bfloat16", "float32")
 PARALLELS = ("auto", "none", "ddp", "fsdp")
@@ -46,10 +47,10 @@ class StudentConfig:
     """Stored weights to start from (a folder, a file, a name), instead of a fresh preset."""
     patch_from_teacher: bool = True
     """Fresh weights only: take the patch convolution of the first teacher where shapes agree."""
-    lr_scale: float = 1.0
+    lr_scale: NotNegative = 1.0
     """Times the schedule's learning rate, for this student: siblings that differ in nothing else
     find a good one in a single run."""
-    adamw_scale: float = 1.0
+    adamw_scale: NotNegative = 1.0
     """Times that again for what AdamW moves: cores, norms, biases, the patch convolution."""
     gradient_checkpointing: bool = False
     compile: bool = False
@@ -67,7 +68,7 @@ class TeacherConfig:
 
     name: str
     """What `veca.teachers.load_teacher` understands."""
-    weight: float = 1.0
+    weight: NotNegative = 1.0
     """Of its loss, where there are several."""
     dtype: str = "auto"
     """float32, bfloat16 or float16; auto is bfloat16 on a GPU and float32 elsewhere."""
@@ -75,25 +76,25 @@ class TeacherConfig:
     """Keep its weights in float32 and compute under autocast: more exact, a little slower."""
     feature: str = "cls"
     """The global feature, where there is a choice: cls, mean or projected."""
-    cores: int = 0
+    cores: Whole = 0
     """The budget of a VECA teacher; 0 for all its cores."""
     allow_remote_code: bool = False
     """Run Python code that comes with a hub repository; only for those you trust."""
     compile: bool = False
-    micro_batch: int = 0
+    micro_batch: Whole = 0
     """Images it sees at once on a process, at the smallest size of the schedule, and fewer in
     proportion at larger ones; 0 for all of the step's."""
     standardise: bool = False
     """Bring each channel of its features to mean 0 and deviation 1 before the student sees them."""
-    standardise_images: int = 4096
+    standardise_images: Annotated[int, at_least(2)] = 4096
     """How many training images the means and deviations are estimated on, before training."""
     statistics: str = ""
     """A targets.safetensors, or a folder with one, to take them from instead."""
-    global_size: int = 0
+    global_size: Whole = 0
     """Side in pixels at which its global feature is taken, or the nearest it takes, whatever the
     student's size; 0 for that of its dense features. Enlarged photos can make a classifier unsure
     and a feature small."""
-    kl: float = 0.0
+    kl: NotNegative = 0.0
     """Weight of the divergence of its own classifier on both global features, where it has one."""
 
 
@@ -108,7 +109,7 @@ class DataConfig:
     """What the images are, for the provenance of the weights; empty for the source's own name."""
     licence: str = ""
     """Their licence or terms, likewise."""
-    hold_out: int = 0
+    hold_out: Whole = 0
     """Validate on this many images, drawn from the source and kept out of training."""
     validation: str = ""
     """Or validate on another source."""
@@ -116,7 +117,7 @@ class DataConfig:
     """Which images are held out; not the run's seed, so that repeats share the split."""
     in_memory: bool = False
     """Decode once and keep everything as uint8 on the device; for sets that fit."""
-    memory_size: int = 256
+    memory_size: Count = 256
     """Side in pixels of the images kept in memory."""
     memory_mode: str = "square"
     """square keeps the centred square of each, squash the whole image without its aspect."""
@@ -152,11 +153,11 @@ class NestedConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    name: str = "normuon"
+    name: Annotated[str, one_of(OPTIMIZERS)] = "normuon"
     """normuon (with AdamW, as published), muon (torch's, with AdamW) or adamw."""
-    lr: float = 4e-4
-    lr_min: float = 5e-5
-    weight_decay: float = 0.015
+    lr: NotNegative = 4e-4
+    lr_min: NotNegative = 5e-5
+    weight_decay: NotNegative = 0.015
     mu: float = 0.95
     beta2: float = 0.95
     nesterov: bool = True
@@ -165,11 +166,11 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's."""
     eps: float = 1e-8
-    clip: float = 0.0
+    clip: NotNegative = 0.0
     """Largest length of the gradient; 0 for no clipping."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Parts in which a step's batch is run, to save memory."""
-    accumulate_by_size: dict[int, int] = field(default_factory=dict)
+    accumulate_by_size: dict[int, Count] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,17 +187,17 @@ class Phase:
 class ScheduleConfig:
     """How long, how fast, at which sizes."""
 
-    steps: int = 0
-    epochs: float = 0.0
+    steps: Whole = 0
+    epochs: NotNegative = 0.0
     """Instead of steps: passes over the training images; needs one batch for all sizes."""
-    warmup: int = 0
+    warmup: Whole = 0
     """Steps of linear warm-up."""
-    warmup_epochs: float = 0.0
-    cooldown: int = 0
+    warmup_epochs: NotNegative = 0.0
+    cooldown: Whole = 0
     """Keep the full learning rate until so many steps before the end, and come down in a line; 0
     for half a cosine over all steps. The checkpoint before the cool-down is kept: a longer run can
     start from it without a rate that rises again."""
-    batch: int = 128
+    batch: Count = 128
     """Images a step, over all processes together."""
     batch_by_size: dict[int, int] = field(default_factory=dict)
     size: int = 0
@@ -209,21 +210,21 @@ class ScheduleConfig:
 class ValidationConfig:
     """Cosine and squared error over the grid of sizes x budgets, on images never trained on."""
 
-    every: int = 0
+    every: Whole = 0
     """Steps; 0 for the end only."""
     sizes: tuple[int, ...] = ()
     """Empty for the sizes trained at."""
     budgets: tuple[int, ...] = ()
     """Empty for the smallest, the middle and the largest trained."""
-    batch: int = 0
+    batch: Whole = 0
     """Images at once, over all processes; 0 for the training batch of the size."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    every: int = 1000
+    every: Whole = 1000
     """Steps; 0 for the end only. Last and best are kept."""
-    minutes: float = 0.0
+    minutes: NotNegative = 0.0
     """Also after so many minutes; 0 for never."""
     milestones: tuple[int, ...] = ()
     """Steps whose checkpoints are kept for good."""
@@ -231,7 +232,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class FollowConfig:
-    every: int = 10
+    every: Count = 10
     """Steps between looks at the loss; each look makes a GPU wait."""
     tensorboard: bool = True
     """Where it is installed."""
@@ -245,11 +246,11 @@ class DistillConfig:
 
     seed: int = 0
     device: str = "auto"
-    precision: str = "auto"
+    precision: Annotated[str, one_of(PRECISIONS)] = "auto"
     """auto is bfloat16 (autocast) on CUDA and float32 elsewhere."""
-    parallel: str = "auto"
+    parallel: Annotated[str, one_of(PARALLELS)] = "auto"
     """none, ddp or fsdp (FSDP2) under torchrun; auto is ddp there."""
-    max_minutes: float = 0.0
+    max_minutes: NotNegative = 0.0
     """Stop with a checkpoint after so much wall time of this process; 0 for no limit."""
     ema: float = 0.0
     """Decay of an average of the weights, which is then validated and exported; 0 for none."""
@@ -268,9 +269,7 @@ class DistillConfig:
     follow: FollowConfig = field(default_factory=FollowConfig)
 
     def __post_init__(self) -> None:
-        _one_of("precision", self.precision, PRECISIONS)
-        _one_of("parallel", self.parallel, PARALLELS)
-        _one_of("optimizer.name", self.optimizer.name, OPTIMIZERS)
+        check_limits(self, DistillError)
         s, o = self.schedule, self.optimizer
         if s.steps and s.epochs:
             raise DistillError("schedule takes either steps or epochs, not both.")
@@ -286,47 +285,6 @@ class DistillConfig:
             raise DistillError(
                 "schedule needs either size (one image side for all steps) or phases."
             )
-        for name, value, least in (
-            ("schedule.steps", s.steps, 0),
-            ("schedule.epochs", s.epochs, 0),
-            ("schedule.warmup", s.warmup, 0),
-            ("schedule.warmup_epochs", s.warmup_epochs, 0),
-            ("schedule.cooldown", s.cooldown, 0),
-            ("schedule.batch", s.batch, 1),
-            ("optimizer.lr", o.lr, 0),
-            ("optimizer.lr_min", o.lr_min, 0),
-            ("optimizer.weight_decay", o.weight_decay, 0),
-            ("optimizer.clip", o.clip, 0),
-            ("optimizer.accumulate", o.accumulate, 1),
-            *(
-                (f"optimizer.accumulate_by_size.{size}", parts, 1)
-                for size, parts in o.accumulate_by_size.items()
-            ),
-            *(
-                (f"{where}.{scale}", getattr(one, scale), 0)
-                for where, one in self.students.items()
-                for scale in ("lr_scale", "adamw_scale")
-            ),
-            ("data.hold_out", self.data.hold_out, 0),
-            ("data.memory_size", self.data.memory_size, 1),
-            ("validation.every", self.validation.every, 0),
-            ("validation.batch", self.validation.batch, 0),
-            ("checkpoint.every", self.checkpoint.every, 0),
-            ("checkpoint.minutes", self.checkpoint.minutes, 0),
-            ("follow.every", self.follow.every, 1),
-            ("max_minutes", self.max_minutes, 0),
-            *((f"teachers.{i}.micro_batch", t.micro_batch, 0) for i, t in _numbered(self.teachers)),
-            *((f"teachers.{i}.weight", t.weight, 0) for i, t in _numbered(self.teachers)),
-            *((f"teachers.{i}.kl", t.kl, 0) for i, t in _numbered(self.teachers)),
-            *((f"teachers.{i}.global_size", t.global_size, 0) for i, t in _numbered(self.teachers)),
-            *((f"teachers.{i}.cores", t.cores, 0) for i, t in _numbered(self.teachers)),
-            *(
-                (f"teachers.{i}.standardise_images", t.standardise_images, 2)
-                for i, t in _numbered(self.teachers)
-            ),
-        ):
-            if value < least:
-                raise DistillError(f"{name} must be at least {least}, got {value}.")
         if o.lr_min > o.lr:
             raise DistillError(f"optimizer.lr_min ({o.lr_min}) is above optimizer.lr ({o.lr}).")
         if not 0 <= self.data.bad_limit <= 1:
@@ -406,12 +364,3 @@ def load_config(
     for line in overrides:
         READER.change(settings, line)
     return READER.build(DistillConfig, settings)
-
-
-def _one_of(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise DistillError(f"unknown {name} {suggest(value, known)}")
-
-
-def _numbered(items: Sequence[Any]) -> list[tuple[int, Any]]:
-    return list(enumerate(items))

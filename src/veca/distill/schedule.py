@@ -22,7 +22,6 @@ from veca.errors import DistillError
 
 T = TypeVar("T")
 
-PUBLISHED_BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
 PUBLISHED_WEIGHTS = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)
 
 # One number for each kind of draw, so that none tells anything about another.

@@ -43,7 +43,6 @@ CPU_PIXELS = 300_000
 CNN take fresh memory from the system again and again, which doubles the time."""
 
 STUDENT, TEACHER, BASELINE = "student", "teacher", "baseline"
-ROLES = (STUDENT, TEACHER, BASELINE)
 
 
 class Features(NamedTuple):

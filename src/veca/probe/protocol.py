@@ -8,13 +8,22 @@ shipped ones lie in `protocols/`; any other file of the same form works too.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
+from veca._util.limits import (
+    Count,
+    Whole,
+    above_zero,
+    at_least,
+    between,
+    check_limits,
+    one_of,
+    ordered,
+)
 from veca._util.settings import SettingsReader, SettingsTables, Words, flat, to_table
 from veca.errors import ProbeError, suggest
 
@@ -27,6 +36,15 @@ INTERPOLATIONS = ("bicubic", "bilinear")
 SCHEDULES = ("cosine", "poly")
 DTYPES = ("float32", "bfloat16", "float16")
 CROPS = ("none", "dataset", "pixels", "fractions", "bottom")
+
+Positive = Annotated[float, above_zero]
+Share = Annotated[float, between(0.0, 1.0)]
+Ordered = Annotated[tuple[float, float], ordered()]
+Factors = Annotated[tuple[float, float], ordered(above=0.0)]
+ValidationShare = Annotated[float, between(0.0, 0.9)]
+FeatureName = Annotated[str, one_of(FEATURES)]
+Normalization = Annotated[str, one_of(NORMALIZE)]
+Interpolation = Annotated[str, one_of(INTERPOLATIONS)]
 
 _READER = SettingsReader(
     ProbeError,
@@ -45,135 +63,115 @@ _READER = SettingsReader(
 )
 
 
+class _Section:
+    """Constants within the limits that their types state; in messages after what it is `called`."""
+
+    _called: ClassVar[str]
+
+    def __init_subclass__(cls, called: str) -> None:
+        cls._called = called
+
+    def __post_init__(self) -> None:
+        check_limits(self, ProbeError, self._called)
+
+
 @dataclass(frozen=True)
-class Extract:
+class Extract(_Section, called="extract"):
     """How features are computed and kept."""
 
-    cell: int
+    cell: Count
     """Pixels of one cell of the feature grid; see `veca.probe.backbone`."""
-    dtype: str
+    dtype: Annotated[str, one_of(DTYPES)]
     """What the backbones compute in."""
-    dense_dtype: str
+    dense_dtype: Annotated[str, one_of(("float16", "float32"))]
     """What dense features are kept in: float16 halves the cache and rounds to 11 bits."""
-    batch: int
+    batch: Count
     """Images in a forward pass; no result depends on it beyond rounding."""
     projection: bool
     """Of a VECA network or its dense control: take what comes out of the output projection, in the
     teacher's space and as wide as its features (true), or what goes into it, as wide as the network
     itself (false). Without such a projection both are the same."""
 
-    def __post_init__(self) -> None:
-        _at_least("extract.cell", self.cell, 1)
-        _at_least("extract.batch", self.batch, 1)
-        _choice("extract.dtype", self.dtype, DTYPES)
-        _choice("extract.dense_dtype", self.dense_dtype, ("float16", "float32"))
-
 
 @dataclass(frozen=True)
-class Timing:
+class Timing(_Section, called="timing"):
     """How the milliseconds of the table are measured; see `veca.bench.BenchPlan`."""
 
-    batch: int
-    repeats: int
+    batch: Count
+    repeats: Whole
     seconds: float
     limit: float
 
-    def __post_init__(self) -> None:
-        _at_least("timing.batch", self.batch, 1)
-        _at_least("timing.repeats", self.repeats, 0)
-
 
 @dataclass(frozen=True)
-class CropView:
+class CropView(_Section, called="view"):
     """A square from the middle of the image: what a classifier is tested on."""
 
-    size: int
+    size: Count
     """Side of the square, in pixels."""
-    crop_ratio: float
+    crop_ratio: Annotated[float, between(0.1, 1.0)]
     """`size` over the short side that the image is resized to first."""
-    interpolation: str
-
-    def __post_init__(self) -> None:
-        _at_least("view.size", self.size, 1)
-        _between("view.crop_ratio", self.crop_ratio, 0.1, 1.0)
-        _choice("view.interpolation", self.interpolation, INTERPOLATIONS)
+    interpolation: Interpolation
 
 
 @dataclass(frozen=True)
-class CropAugment:
+class CropAugment(_Section, called="augment"):
     """Random resized crop and flip; without it, training sees the test view, from the cache."""
 
     enabled: bool
-    scale: tuple[float, float]
+    scale: Annotated[tuple[float, float], ordered(above=0.0, most=1.0)]
     """Share of the image's area."""
-    ratio: tuple[float, float]
+    ratio: Factors
     """Width over height."""
-    flip: float
-
-    def __post_init__(self) -> None:
-        _range("augment.scale", self.scale, above=0.0, most=1.0)
-        _range("augment.ratio", self.ratio, above=0.0)
-        _between("augment.flip", self.flip, 0.0, 1.0)
+    flip: Share
 
 
 @dataclass(frozen=True)
-class WindowView:
+class WindowView(_Section, called="view"):
     """The whole image, or windows sliding over it."""
 
-    size: int
+    size: Whole
     """Short side that the image is resized to, in pixels; 0 keeps its own. Both sides then go to
     the nearest multiple of the cell."""
-    window: int
+    window: Whole
     """Side of the sliding window, in pixels; 0: the whole image at once."""
     stride: int
-    interpolation: str
+    interpolation: Interpolation
 
     def __post_init__(self) -> None:
-        _at_least("view.size", self.size, 0)
-        _at_least("view.window", self.window, 0)
+        super().__post_init__()
         if self.window:
-            _at_least("view.stride", self.stride, 1)
+            _refuse(at_least(1)("view.stride", self.stride))
             if self.stride > self.window:
                 raise ProbeError(
                     f"view.stride {self.stride} is above view.window {self.window}: pixels between "
                     "the windows would never be seen."
                 )
-        _choice("view.interpolation", self.interpolation, INTERPOLATIONS)
 
 
 @dataclass(frozen=True)
-class SegmentationAugment:
+class SegmentationAugment(_Section, called="augment"):
     """Random scale, crop, flip and colours; without it, training sees the test view."""
 
     enabled: bool
-    scale: tuple[float, float]
+    scale: Factors
     """Times the view's short side."""
-    crop: int
-    max_class_share: float
+    crop: Count
+    max_class_share: Share
     """A crop in which one class takes more of the labelled pixels is drawn again ..."""
-    crop_tries: int
+    crop_tries: Count
     """... at most this often."""
-    flip: float
-    colour_probability: float
+    flip: Share
+    colour_probability: Share
     """Of each of the four colour changes."""
     brightness: float
     """Added, at most; on pixels in 0..1."""
-    contrast: tuple[float, float]
-    saturation: tuple[float, float]
+    contrast: Ordered
+    saturation: Ordered
     hue: float
     """Turned, at most; 1 is the full circle."""
     pad_colour: tuple[float, float, float]
     """Where the image is smaller than the crop; those pixels are ignored in the loss."""
-
-    def __post_init__(self) -> None:
-        _range("augment.scale", self.scale, above=0.0)
-        _at_least("augment.crop", self.crop, 1)
-        _at_least("augment.crop_tries", self.crop_tries, 1)
-        _between("augment.max_class_share", self.max_class_share, 0.0, 1.0)
-        _between("augment.flip", self.flip, 0.0, 1.0)
-        _between("augment.colour_probability", self.colour_probability, 0.0, 1.0)
-        _range("augment.contrast", self.contrast)
-        _range("augment.saturation", self.saturation)
 
 
 @dataclass(frozen=True)
@@ -190,7 +188,7 @@ class CropRule:
     size: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _choice("crop kind", self.kind, CROPS)
+        _refuse(one_of(CROPS)("crop kind", self.kind))
         wanted = {"pixels": 4, "fractions": 4, "bottom": 2}.get(self.kind, 0)
         if len(self.values) != wanted:
             raise ProbeError(
@@ -204,10 +202,10 @@ class CropRule:
 
 
 @dataclass(frozen=True)
-class DepthView:
-    size: int
+class DepthView(_Section, called="view"):
+    size: Whole
     """Short side, in pixels; 0 keeps the image's own."""
-    interpolation: str
+    interpolation: Interpolation
     flip: bool
     """Average the prediction with that of the mirrored image."""
     image_crop: CropRule
@@ -215,13 +213,9 @@ class DepthView:
     eval_crop: CropRule
     """Box within it that is scored."""
 
-    def __post_init__(self) -> None:
-        _at_least("view.size", self.size, 0)
-        _choice("view.interpolation", self.interpolation, INTERPOLATIONS)
-
 
 @dataclass(frozen=True)
-class DepthAugment:
+class DepthAugment(_Section, called="augment"):
     """Rotation, flip, crop and colours; without it, training sees the test view."""
 
     enabled: bool
@@ -229,102 +223,81 @@ class DepthAugment:
     """Box that training images are cut to first."""
     rotate: float
     """Degrees, at most, either way."""
-    rotate_probability: float
-    crop: tuple[int, int]
+    rotate_probability: Share
+    crop: tuple[Count, Count]
     """(height, width) of the random crop."""
-    flip: float
-    colour_probability: float
-    gamma: tuple[float, float]
-    brightness: tuple[float, float]
-    colour: tuple[float, float]
+    flip: Share
+    colour_probability: Share
+    gamma: Factors
+    brightness: Factors
+    colour: Factors
     """Factor of each channel."""
-
-    def __post_init__(self) -> None:
-        _at_least("augment.crop", min(self.crop), 1)
-        for name in ("rotate_probability", "flip", "colour_probability"):
-            _between(f"augment.{name}", getattr(self, name), 0.0, 1.0)
-        for name in ("gamma", "brightness", "colour"):
-            _range(f"augment.{name}", getattr(self, name), above=0.0)
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(_Section, called="optimizer"):
     """AdamW with a linear warm-up, then cosine or polynomial decay to `final_lr`."""
 
-    lr: float
+    lr: Positive
     betas: tuple[float, float]
     eps: float
     weight_decay: float
     clip: float
     """Gradient norm, at most; 0: no clipping."""
-    batch: int
-    iterations: int
-    warmup: int
+    batch: Count
+    iterations: Count
+    warmup: Whole
     warmup_start: float
     """Share of `lr` at the first iteration."""
-    schedule: str
+    schedule: Annotated[str, one_of(SCHEDULES)]
     power: float
     """Of the polynomial decay."""
     final_lr: float
 
-    def __post_init__(self) -> None:
-        _positive("optimizer.lr", self.lr)
-        _at_least("optimizer.batch", self.batch, 1)
-        _at_least("optimizer.iterations", self.iterations, 1)
-        _at_least("optimizer.warmup", self.warmup, 0)
-        _choice("optimizer.schedule", self.schedule, SCHEDULES)
-
 
 @dataclass(frozen=True)
-class Subset:
+class Subset(_Section, called="subset"):
     """How much of the data is used; 0: all of it. What is taken is drawn with the seed."""
 
-    train: int
-    test: int
+    train: Whole
+    test: Whole
     """Images of each class (knn, linear, logreg), or images in all (segmentation, depth)."""
-
-    def __post_init__(self) -> None:
-        _at_least("subset.train", self.train, 0)
-        _at_least("subset.test", self.test, 0)
 
 
 @dataclass(frozen=True)
-class Knn:
-    features: str
-    k: tuple[int, ...]
+class Knn(_Section, called="knn"):
+    features: FeatureName
+    k: tuple[Count, ...]
     report_k: int
     """The k of the score in the table; fixed here, so that it is not chosen on the test set."""
-    temperature: float
+    temperature: Positive
     center: bool
     """Subtract the mean of the training features first: for features that are all positive."""
     subset: Subset
     view: CropView
 
     def __post_init__(self) -> None:
-        _choice("knn.features", self.features, FEATURES)
-        _positive("knn.temperature", self.temperature)
-        for k in self.k:
-            _at_least("knn.k", k, 1)
+        super().__post_init__()
         if self.report_k not in self.k:
             raise ProbeError(f"knn.report_k {self.report_k} is not one of knn.k {list(self.k)}.")
 
 
 @dataclass(frozen=True)
-class Linear:
-    features: str
-    normalize: str
+class Linear(_Section, called="linear"):
+    features: FeatureName
+    normalize: Normalization
     learning_rates: tuple[float, ...]
     """All trained at once; the best on the validation images is taken."""
-    reference_batch: int
+    reference_batch: Whole
     """Each rate is multiplied by batch / reference_batch; 0: taken as they are."""
-    batch: int
-    iterations: int
+    batch: Count
+    iterations: Count
     momentum: float
     weight_decay: float
     final_lr: float
     """Share of the rate at the end of the cosine."""
     init_std: float
-    validation: float
+    validation: ValidationShare
     """Share of the training images, class by class, that the rate is chosen on."""
     refit: bool
     """Train once more on all training images, at the chosen rate."""
@@ -333,12 +306,7 @@ class Linear:
     augment: CropAugment
 
     def __post_init__(self) -> None:
-        _choice("linear.features", self.features, FEATURES)
-        _choice("linear.normalize", self.normalize, NORMALIZE)
-        _between("linear.validation", self.validation, 0.0, 0.9)
-        _at_least("linear.batch", self.batch, 1)
-        _at_least("linear.iterations", self.iterations, 1)
-        _at_least("linear.reference_batch", self.reference_batch, 0)
+        super().__post_init__()
         _rates("linear.learning_rates", self.learning_rates, self.validation)
         if self.augment.enabled and self.normalize == "standardize":
             raise ProbeError(
@@ -348,27 +316,23 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Logreg:
-    features: str
-    normalize: str
+class Logreg(_Section, called="logreg"):
+    features: FeatureName
+    normalize: Normalization
     c_exponents: tuple[float, float, int]
     """(first, last, count): C is 10 to each of so many equally spaced numbers."""
-    max_iterations: int
+    max_iterations: Count
     tolerance: float
     """Largest entry of the gradient (of the mean loss) at which a solution counts as found."""
-    history: int
+    history: Count
     """Steps that L-BFGS remembers."""
-    validation: float
+    validation: ValidationShare
     refit: bool
     subset: Subset
     view: CropView
 
     def __post_init__(self) -> None:
-        _choice("logreg.features", self.features, FEATURES)
-        _choice("logreg.normalize", self.normalize, NORMALIZE)
-        _between("logreg.validation", self.validation, 0.0, 0.9)
-        _at_least("logreg.max_iterations", self.max_iterations, 1)
-        _at_least("logreg.history", self.history, 1)
+        super().__post_init__()
         _rates("logreg.c_exponents", self.c_values, self.validation)
 
     @property
@@ -381,8 +345,8 @@ class Logreg:
 
 
 @dataclass(frozen=True)
-class Segmentation:
-    dropout: float
+class Segmentation(_Section, called="segmentation"):
+    dropout: Annotated[float, between(0.0, 0.99)]
     """Share of the channels of an image that is dropped in training."""
     init_std: float
     bn_momentum: float
@@ -392,14 +356,11 @@ class Segmentation:
     view: WindowView
     augment: SegmentationAugment
 
-    def __post_init__(self) -> None:
-        _between("segmentation.dropout", self.dropout, 0.0, 0.99)
-
 
 @dataclass(frozen=True)
-class Depth:
-    bins: int
-    min_depth: float
+class Depth(_Section, called="depth"):
+    bins: Annotated[int, at_least(2)]
+    min_depth: Positive
     max_depth: float
     """Metres; 0: what the dataset says."""
     bin_floor: float
@@ -413,7 +374,7 @@ class Depth:
     """Of the squared mean in the loss sqrt(var(g) + mean_weight * mean(g)^2)."""
     variance_from: int
     """Iterations before the variance term counts."""
-    empty_depth: str
+    empty_depth: Annotated[str, one_of(("error", "skip"))]
     """"error", or "skip": leave out, and count, images in which no pixel is valid."""
     optimizer: AdamW
     subset: Subset
@@ -421,11 +382,9 @@ class Depth:
     augment: DepthAugment
 
     def __post_init__(self) -> None:
-        _at_least("depth.bins", self.bins, 2)
-        _positive("depth.min_depth", self.min_depth)
+        super().__post_init__()
         if self.max_depth and self.max_depth <= self.min_depth:
             raise ProbeError(f"depth.max_depth {self.max_depth} is not above depth.min_depth.")
-        _choice("depth.empty_depth", self.empty_depth, ("error", "skip"))
 
 
 @dataclass(frozen=True)
@@ -449,7 +408,7 @@ class Protocol:
 
     def task(self, name: str) -> Any:
         """The section of a task; an error that says which protocols have one."""
-        _choice("task", name, TASKS)
+        _refuse(one_of(TASKS)("task", name))
         section = getattr(self, name)
         if section is None:
             others = [p for p in available_protocols() if name in load_protocol(p).tasks]
@@ -524,32 +483,9 @@ def toml_value(text: str, line: str) -> Any:
     return value
 
 
-def _choice(name: str, value: str, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ProbeError(f"unknown {name} {suggest(str(value), known)}")
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise ProbeError(f"{name} must be at least {low}, got {value}.")
-
-
-def _positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ProbeError(f"{name} must be above 0, got {value}.")
-
-
-def _between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ProbeError(f"{name} must be from {low} to {high}, got {value}.")
-
-
-def _range(
-    name: str, pair: tuple[float, float], *, above: float = -math.inf, most: float = math.inf
-) -> None:
-    low, high = pair
-    if not (above < low <= high <= most):
-        raise ProbeError(f"{name} must be [low, high], got {list(pair)}.")
+def _refuse(fault: str | None) -> None:
+    if fault is not None:
+        raise ProbeError(fault)
 
 
 def _rates(name: str, values: tuple[float, ...], validation: float) -> None:

@@ -9,10 +9,7 @@ A `View` is a photo as a model sees it; it gives tensors (`run`, `features`, `at
 is saved as PNG, SVG or HTML.
 """
 
-from __future__ import annotations
-
-import warnings
-
+from veca._util.moved import moved
 from veca.viz.attention import draw_attention, draw_single_cores
 from veca.viz.catalogue import FIGURES, Options, draw, save
 from veca.viz.colour import heat
@@ -71,12 +68,5 @@ __all__ = [
     "verdicts",
 ]
 
-_OLD_NAMES = {"Run": "PhotoFeatures", "default_budgets": "fitting_budgets"}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _OLD_NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    new = _OLD_NAMES[name]
-    warnings.warn(f"veca.viz.{name} is now veca.viz.{new}", DeprecationWarning, stacklevel=2)
-    return globals()[new]
+# What they were called in 0.1.
+__getattr__ = moved(__name__, {"Run": "PhotoFeatures", "default_budgets": "fitting_budgets"})

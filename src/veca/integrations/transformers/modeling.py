@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,8 @@ class _Run(NamedTuple):
     out: VecaOutput
     states: dict[int, Tensor]
     """By stage: 0 before the first block, n after block n."""
-    attentions: list[Tensor]
+    hidden_states: tuple[Tensor, ...] | None
+    attentions: tuple[Tensor, ...] | None
 
 
 class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
@@ -120,30 +121,43 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         self,
         pixel_values: Tensor,
         cores: int | None,
-        *,
-        stages: set[int] | None = None,
-        attentions: bool = False,
+        hidden_states: bool | None,
+        attentions: bool | None,
+        shown: Sequence[int] | None = None,
     ) -> _Run:
-        """Through the plain model, keeping the tokens of some stages; up to the last that is asked.
+        """Through the plain model, keeping what is asked for; None is as the configuration says.
 
         Args:
-            stages: to keep; the output is then that of the last. None keeps none and runs it all.
+            shown: stages to keep in any case; the output is then that of the last. None: run it
+                all.
         """
-        if cores is None:
-            cores = self.config.cores
-        if stages is None and not attentions:
-            return _Run(self.veca(pixel_values, cores=cores), {}, [])
-        last = self.config.depth if not stages else max(1, *stages)
+        config = self.config
+        cores = config.cores if cores is None else cores
+        hidden_states = config.output_hidden_states if hidden_states is None else hidden_states
+        attentions = config.output_attentions if attentions is None else attentions
+        if shown is None and not hidden_states and not attentions:
+            return _Run(self.veca(pixel_values, cores=cores), {}, None, None)
+        last = config.depth if shown is None else max(shown)
+        kept = range(last + 1) if hidden_states else shown or ()
         states: dict[int, Tensor] = {}
         maps: list[Tensor] = []
         before: LayerState | None = None
-        for layer in self.veca.walk(pixel_values, cores, last=last):
-            if layer.number in (stages or ()):
+        for layer in self.veca.walk(pixel_values, cores, last=max(1, last)):
+            if layer.number in kept:
                 states[layer.number] = layer.tokens
             if attentions and before is not None:
                 maps.append(self.veca.core_to_patch(before, layer))
             before = layer
-        return _Run(self.veca.output(layer), states, maps)
+        return _Run(
+            self.veca.output(layer),
+            states,
+            tuple(states[n] for n in sorted(states)) if hidden_states else None,
+            tuple(maps) if attentions else None,
+        )
+
+    def _returned(self, result: ModelOutput, return_dict: bool | None) -> Any:
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if return_dict else result.to_tuple()
 
     # ------------------------------------------------------------------------------- saving
 
@@ -248,23 +262,17 @@ class VecaModel(VecaPreTrainedModel):
         Args:
             cores: the budget, 1..num_cores; by default the configuration's, else all.
         """
-        wanted = _wanted(self.config, output_hidden_states, output_attentions)
-        everything = set(range(self.config.depth + 1))
-        out, states, maps = self._run(
-            pixel_values,
-            cores,
-            stages=everything if wanted.hidden_states else None,
-            attentions=wanted.attentions,
-        )
+        run = self._run(pixel_values, cores, output_hidden_states, output_attentions)
+        out = run.out
         result = VecaModelOutput(
             last_hidden_state=torch.cat([out.cores, out.patches], dim=1),
             pooler_output=out.cls,
-            hidden_states=tuple(states[n] for n in sorted(states)) if states else None,
-            attentions=tuple(maps) if wanted.attentions else None,
+            hidden_states=run.hidden_states,
+            attentions=run.attentions,
             core_xy=out.core_xy,
             feature_map=out.feature_map(),
         )
-        return result if _as_dict(self.config, return_dict) else result.to_tuple()
+        return self._returned(result, return_dict)
 
 
 class VecaBackbone(BackboneMixin, VecaPreTrainedModel):  # type: ignore[misc]
@@ -294,10 +302,8 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):  # type: ignore[misc]
 
         Blocks after the last of them are not run.
         """
-        wanted = _wanted(self.config, output_hidden_states, output_attentions)
         shown = [self.stage_names.index(name) for name in self.out_features]
-        stages = set(range(max(shown) + 1)) if wanted.hidden_states else set(shown)
-        run = self._run(pixel_values, cores, stages=stages, attentions=wanted.attentions)
+        run = self._run(pixel_values, cores, output_hidden_states, output_attentions, shown)
         maps = []
         for stage in shown:
             x = run.states[stage]
@@ -309,12 +315,10 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):  # type: ignore[misc]
             maps.append(x)
         result = BackboneOutput(
             feature_maps=tuple(maps),
-            hidden_states=(
-                tuple(run.states[n] for n in sorted(run.states)) if wanted.hidden_states else None
-            ),
-            attentions=tuple(run.attentions) if wanted.attentions else None,
+            hidden_states=run.hidden_states,
+            attentions=run.attentions,
         )
-        return result if _as_dict(self.config, return_dict) else result.to_tuple()
+        return self._returned(result, return_dict)
 
 
 class VecaForImageClassification(VecaPreTrainedModel):
@@ -343,38 +347,15 @@ class VecaForImageClassification(VecaPreTrainedModel):
         `labels` are classes [B], or for `problem_type` "multi_label_classification" and
         "regression" values [B, num_labels].
         """
-        wanted = _wanted(self.config, output_hidden_states, output_attentions)
-        everything = set(range(self.config.depth + 1))
-        run = self._run(
-            pixel_values,
-            cores,
-            stages=everything if wanted.hidden_states else None,
-            attentions=wanted.attentions,
-        )
+        run = self._run(pixel_values, cores, output_hidden_states, output_attentions)
         logits = self.classifier(run.out.cls)
         result = ImageClassifierOutput(
             loss=None if labels is None else _loss(logits, labels, self.config),
             logits=logits,
-            hidden_states=tuple(run.states[n] for n in sorted(run.states)) if run.states else None,
-            attentions=tuple(run.attentions) if wanted.attentions else None,
+            hidden_states=run.hidden_states,
+            attentions=run.attentions,
         )
-        return result if _as_dict(self.config, return_dict) else result.to_tuple()
-
-
-class _Wanted(NamedTuple):
-    hidden_states: bool
-    attentions: bool
-
-
-def _wanted(config: VecaConfig, hidden_states: bool | None, attentions: bool | None) -> _Wanted:
-    return _Wanted(
-        bool(config.output_hidden_states if hidden_states is None else hidden_states),
-        bool(config.output_attentions if attentions is None else attentions),
-    )
-
-
-def _as_dict(config: VecaConfig, return_dict: bool | None) -> bool:
-    return bool(config.return_dict if return_dict is None else return_dict)
+        return self._returned(result, return_dict)
 
 
 def _loss(logits: Tensor, labels: Tensor, config: VecaConfig) -> Tensor:

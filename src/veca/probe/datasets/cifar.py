@@ -15,14 +15,13 @@ from PIL import Image
 
 from veca.errors import DatasetError
 from veca.images import read_image
-from veca.probe.datasets.base import DatasetInfo
-from veca.probe.datasets.classification import EMPTY_OPTION, ClassificationDataset
+from veca.probe.datasets.catalogue import shipped
+from veca.probe.datasets.classification import ClassificationDataset
 from veca.probe.datasets.registry import register
 from veca.probe.datasets.tree import Tree
 
 _PIXELS = 3 * 32 * 32
 _WHERE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-_LICENCE = "none stated; cite the technical report of 2009"
 
 
 class Cifar(ClassificationDataset):
@@ -88,21 +87,7 @@ class Cifar(ClassificationDataset):
 
 @register
 class Cifar10(Cifar):
-    info = DatasetInfo(
-        name="cifar-10",
-        task="classification",
-        classes=10,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 50_000, "test": 10_000},
-        layout=(
-            "cifar-10-batches-bin/\n  batches.meta.txt\n  data_batch_1.bin ... data_batch_5.bin\n"
-            "  test_batch.bin"
-        ),
-        where=f"{_WHERE} (CIFAR-10 binary version)",
-        licence=_LICENCE,
-        options=EMPTY_OPTION,
-    )
+    info = shipped("cifar-10")
     markers = ("batches.meta.txt", "test_batch.bin")
     nested = ("cifar-10-batches-bin",)
     label_bytes = 1
@@ -118,18 +103,7 @@ class Cifar10(Cifar):
 class Cifar100(Cifar):
     """The 100 fine classes; the 20 coarse ones are passed over."""
 
-    info = DatasetInfo(
-        name="cifar-100",
-        task="classification",
-        classes=100,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 50_000, "test": 10_000},
-        layout="cifar-100-binary/\n  fine_label_names.txt\n  train.bin\n  test.bin",
-        where=f"{_WHERE} (CIFAR-100 binary version)",
-        licence=_LICENCE,
-        options=EMPTY_OPTION,
-    )
+    info = shipped("cifar-100")
     markers = ("fine_label_names.txt", "test.bin")
     nested = ("cifar-100-binary",)
     label_bytes = 2

@@ -9,13 +9,10 @@ import numpy as np
 
 from veca.errors import DatasetError
 from veca.images import EXTENSIONS
-from veca.probe.datasets.base import Dataset, DatasetInfo
+from veca.probe.datasets.base import Dataset
+from veca.probe.datasets.catalogue import shipped
 from veca.probe.datasets.registry import register
 from veca.probe.datasets.tree import Tree
-
-EMPTY_OPTION = {
-    "allow_empty_classes": "True: a training split may lack images of some classes (default False)"
-}
 
 
 class ClassificationDataset(Dataset):
@@ -102,19 +99,7 @@ class ClassFolders(ClassificationDataset):
     split itself; so a label means the same in every split.
     """
 
-    info = DatasetInfo(
-        name="folder",
-        task="classification",
-        classes=None,
-        splits={"train": "train", "val": "val", "test": "test"},
-        optional_splits=("val", "test"),
-        report_split="test",
-        layout="train/CLASS/*.jpg (or .png, .webp, ...)\nval/CLASS/*.jpg\ntest/CLASS/*.jpg",
-        where="your own images",
-        licence="yours",
-        aliases=("plain", "imagefolder"),
-        options=EMPTY_OPTION,
-    )
+    info = shipped("folder")
 
     def _samples(self, tree: Tree) -> tuple[Sequence[str], Iterable[tuple[str, int]]]:
         tree.require([self.split])
@@ -126,19 +111,7 @@ class ClassFolders(ClassificationDataset):
 
 @register
 class Food101(ClassificationDataset):
-    info = DatasetInfo(
-        name="food101",
-        task="classification",
-        classes=101,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 75_750, "test": 25_250},
-        layout="food-101/\n  images/CLASS/ID.jpg\n  meta/{classes,train,test}.txt",
-        where="https://data.vision.ee.ethz.ch/cvl/datasets_extra/food-101/",
-        licence="photos from Foodspotting, not owned by the publishers; scientific fair use only",
-        aliases=("food",),
-        options=EMPTY_OPTION,
-    )
+    info = shipped("food101")
     markers = ("images", "meta")
     nested = ("food-101",)
 
@@ -161,23 +134,7 @@ class Food101(ClassificationDataset):
 class Sun397(ClassificationDataset):
     """SUN397 with one of its ten official partitions (50 + 50 images per class)."""
 
-    info = DatasetInfo(
-        name="sun397",
-        task="classification",
-        classes=397,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 19_850, "test": 19_850},
-        layout=(
-            "SUN397/\n  ClassName.txt\n  a/abbey/*.jpg ...\n"
-            "  Training_01.txt, Testing_01.txt (of Partitions.zip; or in Partitions/, or beside "
-            "SUN397/)"
-        ),
-        where="https://vision.princeton.edu/projects/2010/SUN/ (images and Partitions.zip)",
-        licence="for research; the photos belong to their owners",
-        aliases=("sun",),
-        options={**EMPTY_OPTION, "partition": "which of the ten official partitions, 1..10 (1)"},
-    )
+    info = shipped("sun397")
     markers = ("a", "ClassName.txt")
     nested = ("SUN397",)
 
@@ -216,19 +173,7 @@ def pets_list(tree: Tree, split: str) -> list[tuple[str, int]]:
 class OxfordPets(ClassificationDataset):
     """Oxford-IIIT Pet, 37 breeds. Class names are those in the file names."""
 
-    info = DatasetInfo(
-        name="oxford-pets",
-        task="classification",
-        classes=37,
-        splits={"train": "trainval", "test": "test"},
-        report_split="test",
-        counts={"train": 3_680, "test": 3_669},
-        layout="images/NAME.jpg\nannotations/trainval.txt, test.txt",
-        where="https://www.robots.ox.ac.uk/~vgg/data/pets/",
-        licence="CC BY-SA 4.0; the photos belong to their owners",
-        aliases=("pets", "oxford-iiit-pet", "pet"),
-        options=EMPTY_OPTION,
-    )
+    info = shipped("oxford-pets")
     markers = ("images", "annotations")
     nested = ("oxford-iiit-pet", "oxford-pets")
 
@@ -250,22 +195,7 @@ class OxfordPets(ClassificationDataset):
 
 @register
 class Cub200(ClassificationDataset):
-    info = DatasetInfo(
-        name="cub-200",
-        task="classification",
-        classes=200,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 5_994, "test": 5_794},
-        layout=(
-            "CUB_200_2011/\n  images/CLASS/*.jpg\n"
-            "  classes.txt, images.txt, image_class_labels.txt, train_test_split.txt"
-        ),
-        where="https://www.vision.caltech.edu/datasets/cub_200_2011/ (the 2011 version)",
-        licence="images for non-commercial research and education",
-        aliases=("cub", "cub-200-2011"),
-        options=EMPTY_OPTION,
-    )
+    info = shipped("cub-200")
     markers = ("images.txt", "images")
     nested = ("CUB_200_2011",)
 
@@ -305,25 +235,7 @@ class Places365(ClassificationDataset):
     names. With several sizes of the images on the disk, the small one (256 px) is read.
     """
 
-    info = DatasetInfo(
-        name="places365",
-        task="classification",
-        classes=365,
-        splits={"train": "train", "val": "val"},
-        report_split="val",
-        counts={"train": 1_803_460, "val": 36_500},
-        layout=(
-            "categories_places365.txt\n"
-            "places365_train_standard.txt, data_256/a/airfield/*.jpg (or data_256_standard, "
-            "data_large, data_large_standard)\n"
-            "places365_val.txt, val_256/*.jpg (or val_large)\n"
-            "or the easy format: places365_standard/{train,val}/CLASS/*.jpg"
-        ),
-        where="http://places2.csail.mit.edu/download.html",
-        licence="images for non-commercial research and education; see the site",
-        aliases=("places", "places-365"),
-        options=EMPTY_OPTION,
-    )
+    info = shipped("places365")
     markers = ("categories_places365.txt", "train", "val")
     nested = ("places365_standard",)
 

