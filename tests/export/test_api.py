@@ -105,7 +105,7 @@ def test_the_model_is_left_as_it_was(tmp_path):
 
 def made(difference, largest=1.0):
     names = ("cls", "patches", "core_tokens", "core_xy")
-    return verify.Check(
+    return verify.FileCheck(
         1, 32, 32, 4, dict.fromkeys(names, difference), dict.fromkeys(names, largest)
     )
 

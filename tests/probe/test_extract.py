@@ -17,7 +17,7 @@ from veca.errors import ImageError, OutputError
 from veca.probe import ProbeError, TeacherBackbone
 from veca.probe.cache import Entry
 from veca.probe.datasets import open_dataset
-from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, Summary, Want, _key, extract
+from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, ExtractionSummary, Want, _key, extract
 from veca.probe.protocol import CropView, WindowView
 from veca.probe.views import FrameView, SquareView
 
@@ -38,7 +38,7 @@ def square(size: int = 32) -> SquareView:
 
 
 def run(dataset, wants, cache, stack, indices=None, **options):
-    summary = Summary()
+    summary = ExtractionSummary()
     found = extract(
         dataset,
         list(range(len(dataset))) if indices is None else indices,
