@@ -6,15 +6,12 @@ are fetched. When it cannot be reached, files that an earlier download left are 
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from veca.teachers.base import TeacherError
-from veca.weights.hub import TIMEOUT
+from veca.weights import hub
 
 
 class Repository:
@@ -28,24 +25,12 @@ class Repository:
         """The exact revision, once known."""
         self._files: list[str] | None = None
         self._trouble: Exception | None = None
-        self._ask()
-
-    def _ask(self) -> None:
-        import huggingface_hub
-
-        utils: Any = importlib.import_module("huggingface_hub.utils")
-        # The client reads this variable once, when imported; a user may set it later.
-        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-            self._trouble = utils.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-            return
-        try:
-            api = huggingface_hub.HfApi()
-            info = api.model_info(self.name, revision=self.revision, timeout=TIMEOUT)
-        except Exception as error:  # whichever HTTP library the client uses has its own
-            self._trouble = error
-            return
-        self.commit = info.sha
-        self._files = [file.rfilename for file in info.siblings or ()]
+        answer = hub.ask(self.name, self.revision)
+        if isinstance(answer, Exception):
+            self._trouble = answer
+        else:
+            self.commit = answer.sha
+            self._files = [file.rfilename for file in answer.siblings or ()]
 
     def fetch(self, patterns: Sequence[str]) -> Path:
         """The local folder with this repository's files that match any of `patterns`."""
@@ -57,10 +42,10 @@ class Repository:
                 self.name,
                 revision=self.revision,
                 allow_patterns=list(patterns),
-                etag_timeout=TIMEOUT,
+                etag_timeout=hub.TIMEOUT,
                 local_files_only=self._trouble is not None,
             )
-        except Exception as error:  # as above
+        except Exception as error:  # whichever HTTP library the client uses has its own
             cause = self._trouble or error
             raise TeacherError(_message(self.repo, cause)) from cause
         return Path(folder)
@@ -83,29 +68,5 @@ class Repository:
 
 
 def _message(repo: str, error: Exception) -> str:
-    utils: Any = importlib.import_module("huggingface_hub.utils")
-    name, _, revision = repo.partition("@")
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, utils.GatedRepoError) or status == 403:
-        return (
-            f"the hub's {name} is gated: accept its licence on https://huggingface.co/{name}, then "
-            "log in with `hf auth login` (or set HF_TOKEN) and try again."
-        )
-    if isinstance(error, utils.RevisionNotFoundError):
-        return f"the hub's {name} has no revision {revision!r}; check it, or leave it out."
-    missing = isinstance(error, (utils.RepositoryNotFoundError, utils.HFValidationError))
-    if missing or status in (401, 404):
-        return (
-            f"there is no folder {repo} here, and the hub has no model {name}, or it is private; "
-            "check the name (list_teachers() has the known ones), or log in with `hf auth login`."
-        )
-    if isinstance(error, utils.OfflineModeIsEnabled):
-        return (
-            f"the hub's {repo} was not fetched earlier, and HF_HUB_OFFLINE is set; unset it to "
-            "fetch, or give the path of a local folder."
-        )
-    reason = (str(error).splitlines() or [""])[0].strip()
-    return (
-        f"the hub's {repo} cannot be fetched ({type(error).__name__}: {reason}) and was not "
-        "fetched earlier; check the network, or give the path of a local folder."
-    )
+    model = f"model {repo.partition('@')[0]}"
+    return hub.message(repo, error, model, " (list_teachers() has the known ones)")

@@ -31,19 +31,20 @@ def download(repo: str, wanted: Sequence[str]) -> Path:
     name, _, revision = repo.partition("@")
     options: dict[str, Any] = {"revision": revision or None, "allow_patterns": list(wanted)}
     # snapshot_download waits without limit for its first answer; this asks first, with one.
-    trouble = _trouble(name, revision or None)
+    answer = ask(name, revision or None)
+    trouble = answer if isinstance(answer, Exception) else None
     try:
         folder = huggingface_hub.snapshot_download(
             name, **options, etag_timeout=TIMEOUT, local_files_only=trouble is not None
         )
     except Exception as error:  # whichever HTTP library the hub's client uses has its own
         if trouble is not None:
-            raise WeightsError(_message(repo, trouble)) from trouble
-        raise WeightsError(_message(repo, error)) from error
+            raise WeightsError(message(repo, trouble)) from trouble
+        raise WeightsError(message(repo, error)) from error
     path = Path(folder)
     if not (path / wanted[0]).is_file():
         if trouble is not None:
-            raise WeightsError(_message(repo, trouble)) from trouble
+            raise WeightsError(message(repo, trouble)) from trouble
         raise WeightsError(
             f"the hub's {repo} holds no {wanted[0]}, so it is not a model of veca's; "
             "check the name."
@@ -51,21 +52,25 @@ def download(repo: str, wanted: Sequence[str]) -> Path:
     return path
 
 
-def _trouble(name: str, revision: str | None) -> Exception | None:
-    """What keeps the hub from serving this repository to us right now, if anything."""
+def ask(name: str, revision: str | None) -> Any:
+    """What the hub says of a repository, or the exception that keeps it from serving it now."""
     import huggingface_hub
 
     # The client reads this variable once, when imported; a user may set it later.
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return huggingface_hub.utils.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
     try:
-        huggingface_hub.HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
+        return huggingface_hub.HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
     except Exception as error:  # as above
         return error
-    return None
 
 
-def _message(repo: str, error: Exception) -> str:
+def message(repo: str, error: Exception, missing: str = "such repository", advice: str = "") -> str:
+    """What an error of the hub's client means, and what to do.
+
+    Args:
+        missing: what the hub does not have, if so; `advice` follows "check the name".
+    """
     name, _, revision = repo.partition("@")
     status = getattr(getattr(error, "response", None), "status_code", None)
     # By name, because the client's versions keep these classes in different modules.
@@ -73,14 +78,14 @@ def _message(repo: str, error: Exception) -> str:
     if "GatedRepoError" in kinds or status == 403:
         return (
             f"the hub's {name} is gated: accept its licence on https://huggingface.co/{name}, then "
-            "log in with `hf auth login`."
+            "log in with `hf auth login` (or set HF_TOKEN) and try again."
         )
     if "RevisionNotFoundError" in kinds:
         return f"the hub's {name} has no revision {revision!r}; check it, or leave it out."
-    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status == 401:
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status in (401, 404):
         return (
-            f"there is no folder {repo} here, and the hub has no such repository, or it is "
-            "private; check the name, or log in with `hf auth login`."
+            f"there is no folder {repo} here, and the hub has no {missing}, or it is private; "
+            f"check the name{advice}, or log in with `hf auth login`."
         )
     if "OfflineModeIsEnabled" in kinds:
         return (
