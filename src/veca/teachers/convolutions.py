@@ -12,7 +12,6 @@ import importlib.util
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 _INSTALLED = importlib.util.find_spec("triton") is not None
 BLOCK, CHANNELS, ROWS, WARPS = 32, 32, 4, 4
@@ -23,18 +22,6 @@ def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run: half precision on an NVIDIA GPU, with Triton installed."""
     half = dtype in (torch.bfloat16, torch.float16)
     return _INSTALLED and device.type == "cuda" and torch.version.hip is None and half
-
-
-def depthwise_reference(x: Tensor, weight: Tensor, bias: Tensor, stride: int, pad: int) -> Tensor:
-    """The plain definition of `depthwise`, in the dtype of `x`."""
-    channels, kernel = len(bias), weight.shape[0]
-    image = F.relu6(x.permute(0, 3, 1, 2))
-    height, width = (_halved(size, stride) for size in image.shape[-2:])
-    low = (width - 1) * stride + kernel - pad - image.shape[-1]
-    low_y = (height - 1) * stride + kernel - pad - image.shape[-2]
-    image = F.pad(image, (pad, low, pad, low_y))
-    kernels = weight.permute(2, 0, 1).unsqueeze(1)
-    return F.relu6(F.conv2d(image, kernels, bias, stride, groups=channels)).permute(0, 2, 3, 1)
 
 
 def depthwise(x: Tensor, weight: Tensor, bias: Tensor, stride: int, pad: int) -> Tensor:
@@ -77,15 +64,6 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor, stride: int, pad: int) ->
         num_warps=WARPS,
     )
     return out
-
-
-def stem_reference(
-    pixels: Tensor, weight: Tensor, bias: Tensor, pad: int, mean: float, std: float
-) -> Tensor:
-    """The plain definition of `stem`, in the dtype of `pixels`."""
-    normal = F.pad((pixels - mean) / std, (pad, 2 - pad, pad, 2 - pad))
-    height, width = (_halved(size, 2) for size in pixels.shape[-2:])
-    return F.conv2d(normal, weight, bias, 2)[..., :height, :width].permute(0, 2, 3, 1)
 
 
 def stem(pixels: Tensor, weight: Tensor, bias: Tensor, pad: int, mean: float, std: float) -> Tensor:
