@@ -114,6 +114,7 @@ def test_no_cycles_between_rooms() -> None:
             others -= free | leaves
 
 
+@pytest.mark.slow
 def test_the_package_never_imports_the_laboratory() -> None:
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

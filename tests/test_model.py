@@ -376,6 +376,7 @@ def test_float64_works_for_those_who_check_gradients():
     )
 
 
+@pytest.mark.slow
 def test_compiles_whole_and_for_new_sizes(tiny):
     compiled = torch.compile(tiny, backend="aot_eager", fullgraph=True, dynamic=True)
     for size in ((48, 64), (32, 80), (96, 96)):
@@ -385,6 +386,7 @@ def test_compiles_whole_and_for_new_sizes(tiny):
         )
 
 
+@pytest.mark.slow
 def test_exports_with_dynamic_batch_and_size(tiny):
     batch, h, w = (torch.export.Dim(n, min=2, max=64) for n in ("batch", "h", "w"))
     program = torch.export.export(

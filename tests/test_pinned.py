@@ -19,6 +19,7 @@ TOLERANCE = {"probe": 0.05, "distill": 2e-3}
 """Of scores that were trained for: rounding grows with the steps."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECORD["cases"])
 def test_as_in_0_1(case: str, tmp_path: Path) -> None:
     if case == "embed":

@@ -67,6 +67,7 @@ def test_any_size_is_fitted_to_the_patch_grid(tmp_path, weights, monkeypatch, as
     assert f"one image of {used} x {used} pixels" in result.page.read_text()
 
 
+@pytest.mark.slow
 def test_fresh_weights_say_so(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.BenchPlan, "__init__", _quick(bench.BenchPlan.__init__))
     monkeypatch.setattr("veca.viz.default_weights.find", lambda name: None)

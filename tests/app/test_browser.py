@@ -143,6 +143,7 @@ def photo(tmp_path, noise):
     return path
 
 
+@pytest.mark.slow
 def test_a_photo_a_slider_and_what_changes(visitor, photo):
     visitor.screenshot("start")
     visitor.drop(photo)
@@ -173,6 +174,7 @@ def test_a_photo_a_slider_and_what_changes(visitor, photo):
     assert elsewhere == []
 
 
+@pytest.mark.slow
 def test_a_text_file_called_jpg_gets_a_message(visitor, photo, tmp_path):
     before = visitor.numbers()
     text = tmp_path / "holiday.jpg"
@@ -188,6 +190,7 @@ def test_a_text_file_called_jpg_gets_a_message(visitor, photo, tmp_path):
     assert "holiday.jpg" not in visitor.message()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(4000, 3000), (40, 30)])
 def test_large_and_small_photos(visitor, tmp_path, size):
     path = tmp_path / "teal.png"
@@ -198,6 +201,7 @@ def test_large_and_small_photos(visitor, tmp_path, size):
     visitor.wait_for_numbers("teal at 128 x 176 px")
 
 
+@pytest.mark.slow
 def test_a_click_compares_and_a_button_downloads(visitor, tmp_path):
     visitor.slide("size", 128)
     visitor.wait_for_numbers("at 128 x")
@@ -217,6 +221,7 @@ def test_a_click_compares_and_a_button_downloads(visitor, tmp_path):
     assert np.isfinite(content["patches"]).all()
 
 
+@pytest.mark.slow
 def test_bundled_photos_layers_cores_and_weights(visitor):
     visitor.slide("size", 128)
     visitor.wait_for_numbers("at 128 x")
@@ -236,6 +241,7 @@ def test_bundled_photos_layers_cores_and_weights(visitor):
     assert visitor.page.locator("#cores input[type=range]").get_attribute("max") == "64"
 
 
+@pytest.mark.slow
 def test_two_visitors_see_their_own_photos(browser, address, visitor, photo):
     other = Visitor(browser, address)
     try:
@@ -256,6 +262,7 @@ def test_two_visitors_see_their_own_photos(browser, address, visitor, photo):
         other.context.close()
 
 
+@pytest.mark.slow
 def test_a_file_over_the_limit_gets_a_message(visitor, tmp_path):
     path = tmp_path / "endless.jpg"
     with path.open("wb") as file:

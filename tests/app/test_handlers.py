@@ -128,6 +128,7 @@ def test_touches_before_the_first_photo_do_nothing(handlers):
     assert handlers.download(None, 4) == {}
 
 
+@pytest.mark.slow
 def test_visitors_at_once_do_not_mix(handlers, tmp_path, noise):
     """Two visitors with other photos and budgets, at the same time and one after the other."""
     for i in range(2):

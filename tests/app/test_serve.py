@@ -34,6 +34,7 @@ def test_the_extra_is_named(monkeypatch):
     assert isinstance(result.exception, MissingExtraError)
 
 
+@pytest.mark.slow
 @needs_gradio
 def test_it_listens_on_this_machine_alone_and_cleans_up(weights, monkeypatch, tmp_path):
     home, temporary = tmp_path / "home", tmp_path / "tmp"

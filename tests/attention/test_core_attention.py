@@ -44,6 +44,7 @@ def run(backend, q, k, v, cores, tables, upstream):
     return out, torch.autograd.grad(out, leaves, upstream)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(
     batch=st.integers(1, 3),

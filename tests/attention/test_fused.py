@@ -173,6 +173,7 @@ def compare(
 # -- values and gradients ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize(
     ("patches", "cores", "heads", "width", "rotated"),
@@ -197,6 +198,7 @@ def test_odd_sizes(patches, cores, heads, width, rotated):
     compare(patches=patches, cores=cores, heads=heads, width=width, rotated=rotated)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("layout", ["fused", "separate", "plain", "tokens first"])
 def test_any_strides_in_and_token_major_out(layout):
@@ -225,6 +227,7 @@ def test_tables_in_the_dtype_of_the_tokens():
     check(got, wanted(q, k, v, tables, upstream, 9, 0.2), TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("cores", [7, 70])
 @pytest.mark.parametrize("rotated", [True, "batch", "both"])
@@ -232,6 +235,7 @@ def test_one_table_for_the_batch_or_one_for_each_image(rotated, cores):
     compare(batch=2, cores=cores, patches=10, rotated=rotated)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("cores", [5, 70])
 def test_tables_with_strides_of_their_own(cores):
@@ -254,6 +258,7 @@ def test_only_one_side_rotated(rotate, tiled):
     check(got[: len(want)], want, 1e-5)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("cores", [7, 70])
 @pytest.mark.parametrize("rotated", [False, True])
@@ -294,6 +299,7 @@ def test_equal_rows_average(cores):
     assert torch.allclose(out[:, :, cores:], v[:, :, :cores].mean(2, keepdim=True), atol=1e-6)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 5])
@@ -302,6 +308,7 @@ def test_forced_splits(splits, fused):
     compare(batch=2, patches=75, cores=9, run=launched, launch=launch, splits=splits)
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("splits", [1, 3, 17])
 def test_forced_splits_tiled(splits):
@@ -309,6 +316,7 @@ def test_forced_splits_tiled(splits):
     compare(patches=40, cores=20, run=launched, launch=launch, splits=splits, tiled=True)
 
 
+@pytest.mark.slow
 @interpreted
 def test_more_splits_than_a_merging_program_takes_at_a_time():
     compare(patches=300, cores=3, rotated=False, run=launched, launch=Launch(16), splits=19)
@@ -391,6 +399,7 @@ def test_splits_fill_an_h200_and_no_more():
 # -- registration --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("rotated", [False, True])
 def test_opcheck(rotated):
@@ -409,6 +418,7 @@ def test_opcheck(rotated):
     )
 
 
+@pytest.mark.slow
 @interpreted
 def test_compile_sees_one_node_each_way():
     forward, backward = [], []
@@ -512,6 +522,7 @@ def test_gradients_of_patch_tables_are_declined():
         backend.core_attention(q, q, q, 4, tables, patch)
 
 
+@pytest.mark.slow
 def test_the_module_imports_without_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"

@@ -157,6 +157,7 @@ def test_a_number_of_threads_is_at_least_one(command, threads, capsys, tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path):
     for args, noun in _bad_calls(photo, weights, tmp_path):
         assert main(args) == 2, args

@@ -229,6 +229,7 @@ if sys.argv[2] == "failed":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status"), [("over", 0), ("failed", 1), ("interrupted", -signal.SIGINT)]
 )

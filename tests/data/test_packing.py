@@ -108,6 +108,7 @@ pack(sys.argv[1], sys.argv[2], size=24, per_shard=50, workers=2)
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     photos = make_folder(tmp_path / "photos", 600)
     (photos / "1" / "040.png").write_bytes(b"broken")
@@ -138,6 +139,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"

@@ -40,6 +40,7 @@ def start(out: Path, *options: str, changes: dict = CHANGES, **how) -> subproces
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how)
 
 
+@pytest.mark.slow
 def test_killed_at_some_moment(tmp_path, whole) -> None:
     process = start(tmp_path)
     store = CheckpointStore(tmp_path)
@@ -52,6 +53,7 @@ def test_killed_at_some_moment(tmp_path, whole) -> None:
     assert curve(run(tmp_path, resume=True, **CHANGES)) == whole
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_saving(tmp_path, whole) -> None:
     assert start(tmp_path, "kill_in_save=12").wait() == -signal.SIGKILL
     store = CheckpointStore(tmp_path)
@@ -61,6 +63,7 @@ def test_killed_in_the_middle_of_saving(tmp_path, whole) -> None:
     assert not any(path.name.endswith(".tmp") for path in store.folder.iterdir())
 
 
+@pytest.mark.slow
 def test_ended_with_all_its_workers_it_stops_cleanly(tmp_path) -> None:
     # torchrun, Slurm and systemd send SIGTERM to every process, those that read images among them.
     pictures = tmp_path / "pictures"

@@ -121,6 +121,7 @@ def test_the_papers_recipes_are_the_papers() -> None:
     assert dict(b.draw) == {256: 0.15, 384: 0.25, 512: 0.30, 768: 0.30}
 
 
+@pytest.mark.slow
 def test_the_laptop_recipe_learns_from_its_first_steps(tmp_path) -> None:
     command(
         config=RECIPES / "laptop.toml",

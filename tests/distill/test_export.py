@@ -84,6 +84,7 @@ def test_the_cards_code_for_transformers_runs(stages, tmp_path) -> None:
     assert there["out"].patches.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_provenance_of_every_stage_without_paths(stages, tmp_path) -> None:
     publish(stages / "two" / "final", tmp_path / "ready", data_licence="CC0")
     about = read_provenance(tmp_path / "ready")

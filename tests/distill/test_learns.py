@@ -39,6 +39,7 @@ def nested(tmp_path_factory):
     return learn(tmp_path_factory.mktemp("nested"))
 
 
+@pytest.mark.slow
 def test_loss_falls_to_a_third_at_small_and_large_budgets(nested) -> None:
     first, by_budget = nested
     for cores in (8, 64):
@@ -46,6 +47,7 @@ def test_loss_falls_to_a_third_at_small_and_large_budgets(nested) -> None:
         assert by_budget[cores]["cls_cos"] > 0.7
 
 
+@pytest.mark.slow
 def test_without_nested_dropout_a_small_budget_is_worse(nested, tmp_path) -> None:
     _, with_dropout = nested
     _, without = learn(tmp_path, budgets=[64], weights=[1.0])

@@ -75,6 +75,7 @@ def test_a_student_that_loads_and_says_where_it_comes_from(finished) -> None:
     assert about["code"].startswith(veca.__version__)
 
 
+@pytest.mark.slow
 def test_training_can_go_on_from_before_the_cool_down(tmp_path) -> None:
     changes = {"schedule": {"steps": 8, "warmup": 1, "cooldown": 3}, "checkpoint": {"every": 4}}
     records = run(tmp_path / "run", **changes)
@@ -208,6 +209,7 @@ def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch,
     assert [x["from_step"] for x in launches] == [0, 4]
 
 
+@pytest.mark.slow
 def test_time_is_up_again_and_again(finished, tmp_path) -> None:
     _, changes, whole = finished
     results = []
@@ -271,6 +273,7 @@ def test_another_seed_is_another_run(tmp_path) -> None:
     assert curve(run(tmp_path / "a")) != curve(run(tmp_path / "b", seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_other_optimisers_learn_and_resume(tmp_path, name: str) -> None:
     changes = {"optimizer": {"name": name}, "checkpoint": {"every": 3}}

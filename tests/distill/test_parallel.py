@@ -73,6 +73,7 @@ def assert_same(out: Path, one: Path) -> None:
         assert torch.allclose(p, q, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_processes_follow_one(tmp_path, one) -> None:
     # No time at all: both stop and resume at every look.
     torchrun(tmp_path, parallels=["ddp", "fsdp"], max_minutes=1e-9)
@@ -88,12 +89,14 @@ def test_two_processes_follow_one(tmp_path, one) -> None:
     assert_same(tmp_path / "fsdp", one)
 
 
+@pytest.mark.slow
 def test_processes_leave_in_peace() -> None:
     # Gloo lets go of tensors at its own time; without a pause for it such processes often abort.
     for _ in range(2):
         start_two("leave_at_once")
 
 
+@pytest.mark.slow
 def test_a_lost_worker_is_made_up_for(tmp_path, one) -> None:
     torchrun(tmp_path, "lose_worker=6", restarts=1)
     launches = json.loads((tmp_path / "run.json").read_text())["launches"]

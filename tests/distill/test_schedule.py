@@ -66,6 +66,7 @@ def test_one_size_is_always_that_size() -> None:
     assert schedule.batch(0) == 128
 
 
+@pytest.mark.slow
 def test_phases_draw_as_often_as_they_say() -> None:
     schedule = SizeSchedule(PUBLISHED, 128, {768: 32})
     first = Counter(schedule.size(step) for step in range(7000))
@@ -155,6 +156,7 @@ def test_a_step_always_draws_the_same() -> None:
     assert forwards != [BudgetSampler(64, seed=4).draw(step) for step in range(50)]
 
 
+@pytest.mark.slow
 def test_draws_follow_the_weights() -> None:
     count = 20_000
     sampler = BudgetSampler(64)

@@ -25,6 +25,7 @@ def _name(page: Path) -> str:
     return page.relative_to(pages.ROOT).as_posix()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=_name)
 def test_page_runs(page, tmp_path):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -183,6 +183,7 @@ embed(images, out, weights=weights, size=(32, 48), cores=4, batch_size=4, shard_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 def test_killed_and_resumed_leaves_the_bytes_of_an_uninterrupted_run(
     embed, images, weights, tree, tmp_path
@@ -274,6 +275,7 @@ def test_many_images_that_are_gone_do_not_stop_a_run(embed, tmp_path):
     assert (report.images, report.failed, report.gone) == (20, 110, 110)
 
 
+@pytest.mark.slow
 def test_two_runs_at_a_time_are_refused(embed, images, weights, tmp_path):
     command = [sys.executable, "-c", KILLED, str(images), str(tmp_path / "out"), str(weights), "2"]
     with locked(tmp_path / "out"):

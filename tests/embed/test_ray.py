@@ -58,6 +58,7 @@ def cluster():
         cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_one_machine_though_a_worker_dies(
     cluster, embed, images, tree, tmp_path
 ):
@@ -93,6 +94,7 @@ class FailsOnce:
         return eval, (f"'cpu' if __import__('os').path.exists({self.mark!r}) else {fail}",)
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_to_start_is_replaced(
     cluster, embed, images, tree, tmp_path, monkeypatch
 ):
@@ -109,6 +111,7 @@ def test_a_worker_that_fails_to_start_is_replaced(
     assert ray.data.DataContext.get_current().max_consecutive_actor_init_deaths == 0  # as before
 
 
+@pytest.mark.slow
 def test_one_engine_goes_on_where_the_other_stopped(cluster, embed, images, tree, tmp_path):
     embed(images, tmp_path / "a")
     embed(images, tmp_path / "b")
@@ -119,6 +122,7 @@ def test_one_engine_goes_on_where_the_other_stopped(cluster, embed, images, tree
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_errors_of_workers_are_one_line(cluster, embed, images, tmp_path):
     for i in range(120):
         (images / "1" / f"bad{i:03d}.png").write_bytes(b"no image")
@@ -179,6 +183,7 @@ def test_a_cluster_that_is_gone(monkeypatch):
     assert not unconnected.asked
 
 
+@pytest.mark.slow
 def test_a_cluster_without_room(cluster, embed, images, tmp_path):
     with pytest.raises(InputError, match="no room for a worker on cuda"):
         embed(images, tmp_path / "out", engine="ray", workers=None, device="cuda")

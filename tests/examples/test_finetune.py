@@ -88,6 +88,7 @@ def _check_files(out: Path, results: dict, metric: str) -> None:
     assert len(results["weights_sha256"]) == 64
 
 
+@pytest.mark.slow
 def test_classification_learns_at_every_budget(example, pets, weights, tmp_path):
     module = example("finetune_classification")
     args = _options(pets, weights, tmp_path / "out")
@@ -98,6 +99,7 @@ def test_classification_learns_at_every_budget(example, pets, weights, tmp_path)
     assert results["images"] == {"train": 148, "test": 74}
 
 
+@pytest.mark.slow
 def test_segmentation_learns_at_every_budget(example, pets, weights, tmp_path):
     module = example("finetune_segmentation")
     args = _options(pets, weights, tmp_path / "out")
@@ -124,6 +126,7 @@ def test_saved_backbone_and_head_give_the_same_logits(example, pets, weights, tm
     assert score == pytest.approx(results["scores"]["8"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "seen"), [([], {8, 32, 64}), (["--no-nested"], {None})])
 def test_nested_dropout_is_on_unless_asked_otherwise(
     example, pets, weights, tmp_path, monkeypatch, option, seen

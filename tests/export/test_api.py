@@ -70,6 +70,7 @@ def test_weights_that_no_onnx_file_holds(monkeypatch):
     onnx_file.check_fits(1_300_000_000)  # the large preset
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
     shallow = veca.create_model(SMALLEST.replace(depth=1))
     old = tmp_path / "veca_cores4.pt2"

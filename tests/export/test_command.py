@@ -29,6 +29,7 @@ def run(tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_files_reports_and_lines(run, tmp_path, capsys):
     run("--to", "torch-export", "--cores", "2,any,2", "--check-sizes", "32x48, 64x32")
     out = tmp_path / "out"

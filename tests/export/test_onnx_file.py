@@ -17,6 +17,8 @@ import veca
 from veca.errors import InputError
 from veca.export import ExportError, export_model, load_exported
 
+pytestmark = pytest.mark.slow  # every test here needs an exported file
+
 onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
 pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
 Fail = onnxruntime.capi.onnxruntime_pybind11_state.Fail

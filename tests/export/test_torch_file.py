@@ -15,6 +15,8 @@ from veca.errors import InputError
 from veca.export import ExportError, export_model, load_exported
 from veca.export.graph import frozen_copy, trace
 
+pytestmark = pytest.mark.slow  # every test here needs an exported file
+
 
 @pytest.fixture(scope="module")
 def program(torch_any):

@@ -630,6 +630,7 @@ def test_other_backbones_go_their_usual_way(tmp_path, monkeypatch):
     assert asked == [tmp_path, "owner/name"]
 
 
+@pytest.mark.slow
 def test_a_broken_torchvision_does_not_matter(saved, photo, tmp_path):
     broken = tmp_path / "broken" / "torchvision"
     broken.mkdir(parents=True)

@@ -81,6 +81,7 @@ def nyu(root: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_every_probe_in_one_go(tmp_path, capsys):
     veca.save(sets.model(), tmp_path / "one")
     veca.save(sets.model(seed=1), tmp_path / "two")
@@ -147,6 +148,7 @@ def test_a_probe_that_fails_does_not_stop_the_others(tmp_path, capsys):
     assert main(["probes", "--teacher", "x"]) == 2
 
 
+@pytest.mark.slow
 def test_the_sweep_is_timed_and_comes_from_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(veca.__file__).parents[1]))
     veca.save(sets.model(), tmp_path / "one")

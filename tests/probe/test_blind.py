@@ -30,6 +30,7 @@ def test_features_are_those_of_the_place_alone():
     torch.testing.assert_close(own, torch.eye(PLACES**2))
 
 
+@pytest.mark.slow
 def test_it_learns_the_mean_of_each_place(tmp_path):
     """Depth that is near at the bottom and far at the top, and something that only a look tells."""
     rng = np.random.default_rng(0)

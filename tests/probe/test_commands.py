@@ -49,6 +49,7 @@ def arguments(pets, weights, out, *more):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_from_a_folder_to_tables_and_a_page(run, pets, weights, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
     out = tmp_path / "runs" / "a"
@@ -71,6 +72,7 @@ def test_from_a_folder_to_tables_and_a_page(run, pets, weights, tmp_path, capsys
     assert (tmp_path / "runs" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_again_replaces_and_another_is_refused(run, pets, weights, tmp_path):
     out = tmp_path / "out"
     run(*arguments(pets, weights, out, "--cores=8", "--no-time"))
@@ -155,6 +157,7 @@ def test_options_of_the_dataset(run, pets, weights, tmp_path):
             run(*words, "--option", wrong)
 
 
+@pytest.mark.slow
 def test_several_tasks(run, pets, weights, tmp_path):
     words = arguments(pets, weights, tmp_path / "out", "--cores=8", "--no-time")
     words[1] = "knn,logreg"

@@ -216,6 +216,7 @@ def probe(tmp_path):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", SETS)
 def test_of_every_task(probe, task):
     run = probe(task)

@@ -107,7 +107,7 @@ def test_bad_grids(grid):
         (torch.rand(1, 4, 8, 8), r"\(1, 4, 8, 8\)"),
         (torch.rand(0, 3, 8, 8), r"\(0, 3, 8, 8\)"),
         (torch.zeros(1, 3, 8, 8, dtype=torch.long), "int64"),
-        (torch.rand(1, 3, 8, 8) * 255, "255"),
+        (torch.full((1, 3, 8, 8), 255.0), "255"),
         (torch.full((1, 3, 8, 8), -2.0), "-2"),
         (torch.full((1, 3, 8, 8), float("nan")), "nan"),
         ([[0.5]], "list"),

@@ -64,6 +64,7 @@ def stem_reference(pixels, weight, bias, pad, mean, std):
     return F.conv2d(normal, weight, bias, 2)[..., :height, :width].permute(0, 2, 3, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "kernel", "stride", "pad"),
     [

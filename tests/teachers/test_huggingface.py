@@ -481,6 +481,7 @@ def test_without_transformers(monkeypatch, dinov3):
         load_teacher(folder)
 
 
+@pytest.mark.slow
 def test_a_broken_torchvision_does_not_matter(tmp_path):
     """It is there, so transformers would import it, and that fails."""
     package = tmp_path / "torchvision"

@@ -27,6 +27,7 @@ def veca_viz(tmp_path, photo):
     return run
 
 
+@pytest.mark.slow
 def test_a_report_is_a_page(veca_viz, tmp_path):
     result = veca_viz("report", "--sizes", "32", "--cores", "2,8")
     assert result.exit_code == 0, result.output
@@ -35,6 +36,7 @@ def test_a_report_is_a_page(veca_viz, tmp_path):
     assert "These weights show" in result.output
 
 
+@pytest.mark.slow
 def test_every_figure_is_a_file(veca_viz, tmp_path):
     calls = {
         "features": ["--cores", "2,8", "--layers", "1,3", "--overlay", "0.5"],

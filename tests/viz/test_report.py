@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from PIL import Image
 
 from veca import create_model, viz
@@ -30,6 +31,7 @@ def test_a_page_with_every_figure_and_the_numbers(view, tmp_path):
     assert "dense ViT" in page and any("numbers" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_fresh_weights_are_called_so(photo, tmp_path):
     model = create_model("tiny", depth=2, width=32, heads=2, num_cores=8)
     view = viz.View(model, photo, 32)

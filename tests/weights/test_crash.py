@@ -142,6 +142,7 @@ for child in children:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_killed(tmp_path: Path) -> None:
     for index in range(len(STOPS)):

@@ -43,6 +43,7 @@ def small(tmp_path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     return checkpoint(tmp_path / "x.pt", state, c), state, c
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", OUTPUTS)
 @pytest.mark.parametrize("family", authors.FAMILIES)
 def test_the_same_outputs(tmp_path: Path, family: str, output: str) -> None:

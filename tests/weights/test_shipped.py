@@ -92,6 +92,7 @@ def test_small_enough_to_ship():
     assert size(ROOT / "weights") < 50e6
 
 
+@pytest.mark.slow
 def test_trained_and_elastic(name):
     """A photo is more like itself at another budget than like another photo."""
     model = veca.load(name)

@@ -288,6 +288,7 @@ def test_tensors_of_another_tool(folder: Path, tiny: Veca) -> None:
         load(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "noun"),
     [

@@ -104,6 +104,7 @@ class TestPixelLoss:
         torch.testing.assert_close(gradient, wanted)
         assert (gradient[:, ~known] == 0).all()
 
+    @pytest.mark.slow
     def test_gradcheck(self):
         logits, labels, known = self.pieces()
         assert torch.autograd.gradcheck(lambda x: PixelLoss.apply(x, labels, known), logits)
