@@ -33,7 +33,7 @@ def test_embed_again_and_again(run, images, tmp_path):
     code, said = run("--cores", 4, "--dtype", "float32")
     assert code == 0 and said.startswith("nothing to do, 30 images there already")
     code, said = run("--cores", 5, "--dtype", "float32")
-    assert code == 2 and "cores: 4 there, 5 now" in said
+    assert code == 2 and "cores: 4" in said
     first, *_ = sorted(images.rglob("*.png"))
     first.rename(images / "new.png")
     (images / "bad.png").write_bytes(b"no image")
@@ -67,9 +67,9 @@ def test_search(run, images, tmp_path, capsys):
 
 def test_errors_are_one_line(run, images, tmp_path, capsys):
     for arguments, part in [
-        (["embed", str(tmp_path / "none"), "--out", str(tmp_path / "x")], "no such file"),
+        (["embed", str(tmp_path / "none"), "--out", str(tmp_path / "x")], "/none"),
         (["embed", str(images), "--out", str(tmp_path / "x"), "--weights", "nope"], "nope"),
-        (["search", str(tmp_path / "x"), "a.png"], "no folder of embeddings"),
+        (["search", str(tmp_path / "x"), "a.png"], "embed.json"),
     ]:
         assert main(arguments) == 2
         said = capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from veca.errors import (
     InputError,
     MissingExtraError,
     OutputError,
+    SourceError,
     WeightsError,
 )
 
@@ -92,7 +94,7 @@ def test_patches_of_images_of_several_sizes(embed, weights, tmp_path):
 
 def test_patches_that_were_not_stored(embed, images, tmp_path):
     embed(images, tmp_path / "out")
-    with pytest.raises(InputError, match="holds no patches"):
+    with pytest.raises(InputError, match="--patches"):
         next(iter_embeddings(tmp_path / "out", patches=True))
 
 
@@ -280,7 +282,7 @@ def test_two_runs_at_a_time_are_refused(embed, images, weights, tmp_path):
     command = [sys.executable, "-c", KILLED, str(images), str(tmp_path / "out"), str(weights), "2"]
     with locked(tmp_path / "out"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "is being filled by another process" in done.stderr
+    assert done.returncode == 1 and "another process" in done.stderr
 
 
 # --------------------------------------------------------------------------------------- failures
@@ -341,7 +343,7 @@ def test_a_hundred_failures_in_a_row_stop_the_run(embed, images, tree, tmp_path)
     for i in range(120):
         (images / "1" / f"bad{i:03d}.png").write_bytes(b"no image")
     out = tmp_path / "out"
-    with pytest.raises(DataError, match="100 images in a row cannot be read"):
+    with pytest.raises(DataError, match="100 images"):
         embed(images, out, shard_rows=50)
     assert [n for n in tree(out) if n.startswith("shards")] == [SHARDS.format(i) for i in (0, 1)]
     for path in (images / "1").glob("bad*.png"):
@@ -353,7 +355,7 @@ def test_no_readable_image_at_all(embed, tmp_path):
     (tmp_path / "images").mkdir()
     for i in range(3):
         (tmp_path / "images" / f"{i}.png").write_bytes(b"no image")
-    with pytest.raises(ImageError, match="none of 3 images could be read"):
+    with pytest.raises(ImageError, match=r"failures\.jsonl"):
         embed(tmp_path / "images", tmp_path / "out")
     assert len((tmp_path / "out" / "failures.jsonl").read_text().splitlines()) == 3
 
@@ -362,19 +364,19 @@ def test_no_readable_image_at_all(embed, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("option", "says"),
+    ("option", "noun"),
     [
-        ({"cores": 8}, "cores: 4 there, 8 now"),
-        ({"size": 64}, r"size: \[32, 48\] there, 64 now"),
-        ({"patches": True}, "patches: false there, true now"),
-        ({"dtype": "float16"}, "dtype"),
-        ({"batch_size": 5}, "batch: 4 there, 5 now"),
-        ({"shard_rows": 9}, "shard_rows: 8 there, 9 now"),
+        ({"cores": 8}, "cores: 4"),
+        ({"size": 64}, r"size: \[32, 48\]"),
+        ({"patches": True}, "patches: false"),
+        ({"dtype": "float16"}, "dtype: "),
+        ({"batch_size": 5}, "batch: 4"),
+        ({"shard_rows": 9}, "shard_rows: 8"),
     ],
 )
-def test_other_settings_are_refused(embed, images, tmp_path, option, says):
+def test_other_settings_are_refused(embed, images, tmp_path, option, noun):
     embed(images, tmp_path / "out")
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=noun):
         embed(images, tmp_path / "out", **option)
 
 
@@ -386,7 +388,7 @@ def test_other_weights_are_refused(embed, images, tiny, tmp_path):
 
 def test_another_source_is_refused(embed, images, tmp_path):
     embed(images, tmp_path / "out")
-    with pytest.raises(InputError, match="embeddings of another source"):
+    with pytest.raises(InputError, match="another source"):
         embed(make_folder(tmp_path / "other", 3), tmp_path / "out")
 
 
@@ -413,7 +415,7 @@ def test_a_damaged_or_foreign_shard_is_refused(embed, images, tmp_path, damage):
         embed(images, tmp_path / "b", cores=2)
         shard.write_bytes((tmp_path / "b" / SHARDS.format(1)).read_bytes())
     for call in (lambda: embed(images, out), lambda: read_embeddings(out)):
-        with pytest.raises(InputError, match=f"{shard.name}.*remove it") as caught:
+        with pytest.raises(InputError, match=re.escape(shard.name)) as caught:
             call()
         assert "\n" not in str(caught.value)
     shard.unlink()
@@ -421,10 +423,10 @@ def test_a_damaged_or_foreign_shard_is_refused(embed, images, tmp_path, damage):
 
 
 def test_a_folder_with_other_things_is_refused(embed, images, tmp_path):
-    with pytest.raises(OutputError, match="holds other things"):
+    with pytest.raises(OutputError, match=r"\(0, 1, 2\)"):
         embed(images, images)
     (tmp_path / "embed.json").write_text("{}")
-    with pytest.raises(InputError, match="does not list the settings"):
+    with pytest.raises(InputError, match=r"embed\.json.*settings"):
         embed(images, tmp_path)
 
 
@@ -439,7 +441,7 @@ def test_a_folder_without_its_plan_is_refused(embed, images, tmp_path, damage):
 
 def test_a_folder_that_cannot_be_written(embed, images, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="file/out"):
         embed(images, tmp_path / "file" / "out")
 
 
@@ -447,46 +449,46 @@ def test_bad_input_leaves_nothing(embed, images, tiny, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     out = tmp_path / "out"
     cases = [
-        (tmp_path / "empty", {}, DataError, "no image"),
-        (tmp_path / "nowhere", {}, DataError, "no such file or folder"),
-        (images, {"cores": 9}, InputError, "from 1 to 8"),
-        (images, {"size": 8}, ImageError, "below one patch"),
-        (images, {"dtype": "float8"}, InputError, "unknown dtype"),
-        (images, {"precision": "int8"}, InputError, "unknown precision"),
-        (images, {"batch_size": 0}, InputError, "batch_size must be"),
-        (images, {"shard_rows": 1.5}, InputError, "shard_rows must be"),
-        (images, {"workers": -1}, InputError, "workers must be"),
-        (images, {"engine": "spark"}, InputError, "unknown engine"),
-        (images, {"device": "gpu"}, InputError, "cannot be used"),
-        (images, {"weights": tmp_path / "none"}, WeightsError, "none"),
-        (images, {"weights": torch.nn.DataParallel(tiny)}, InputError, "pass the model inside it"),
+        (tmp_path / "empty", {}, SourceError, "/empty"),
+        (tmp_path / "nowhere", {}, SourceError, "/nowhere"),
+        (images, {"cores": 9}, InputError, r"cores.*\b9\b"),
+        (images, {"size": 8}, ImageError, "size=8"),
+        (images, {"dtype": "float8"}, InputError, "'float8'"),
+        (images, {"precision": "int8"}, InputError, "'int8'"),
+        (images, {"batch_size": 0}, InputError, "batch_size"),
+        (images, {"shard_rows": 1.5}, InputError, "shard_rows"),
+        (images, {"workers": -1}, InputError, "workers"),
+        (images, {"engine": "spark"}, InputError, "'spark'"),
+        (images, {"device": "gpu"}, InputError, "'gpu'"),
+        (images, {"weights": tmp_path / "none"}, WeightsError, "/none"),
+        (images, {"weights": torch.nn.DataParallel(tiny)}, InputError, "DataParallel"),
     ]
-    for source, options, kind, says in cases:
-        with pytest.raises(kind, match=says):
+    for source, options, kind, noun in cases:
+        with pytest.raises(kind, match=noun):
             embed(source, out, **options)
     assert not out.exists()
     monkeypatch.chdir(tmp_path / "empty")
-    with pytest.raises(OutputError, match="empty path"):
+    with pytest.raises(OutputError, match="empty"):
         embed(images, "")
     assert not list((tmp_path / "empty").iterdir())
 
 
 def test_missing_extras(embed, images, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=r"veca\[ray\]"):
         embed(images, tmp_path / "out", engine="ray")
     for name in [n for n in sys.modules if n.partition(".")[0] == "pyarrow"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[embed\]'"):
+    with pytest.raises(MissingExtraError, match=r"veca\[embed\]"):
         embed(images, tmp_path / "out")
     # With ray missing as well, one extra brings both.
-    with pytest.raises(MissingExtraError, match=r"--engine ray needs .* 'veca\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=r"--engine ray.*veca\[ray\]"):
         embed(images, tmp_path / "out", engine="ray")
     assert not (tmp_path / "out").exists()
 
 
 def test_no_embeddings_to_read(tmp_path):
-    with pytest.raises(InputError, match="no folder of embeddings"):
+    with pytest.raises(InputError, match=r"embed\.json"):
         read_embeddings(tmp_path)
 
 

@@ -18,7 +18,7 @@ from veca import VecaConfig
 from veca.embed.features import _Image
 from veca.embed.pipeline import batch_by_shape, read_ahead
 from veca.embed.writers.files import NamedImage, write_features
-from veca.errors import ImageError, InputError, OutputError
+from veca.errors import ImageError, InputError, OutputError, SourceError
 from veca.features import extract, read_features
 from veca.images import find_images
 
@@ -136,7 +136,7 @@ class TestContent:
     def test_features_too_large_for_float16_are_refused(self, model, photos, tmp_path):
         with torch.no_grad():
             model.norm.weight.fill_(1e6)
-        with pytest.raises(InputError, match="too large for float16; write them as float32"):
+        with pytest.raises(InputError, match=r"float16.*float32"):
             extract(model, photos, tmp_path / "out", size=32)
         assert not (tmp_path / "out").exists()
         extract(model, photos, tmp_path / "out", size=32, dtype="float32")
@@ -149,7 +149,7 @@ class TestContent:
 
     def test_a_wrapped_model_is_refused(self, model, photos, tmp_path):
         wrapped = torch.nn.DataParallel(model)
-        with pytest.raises(InputError, match="extract takes a Veca model, got DataParallel; pass"):
+        with pytest.raises(InputError, match="DataParallel"):
             extract(wrapped, photos, tmp_path / "out", size=32)
 
     def test_the_models_mode_is_put_back(self, model, photos, tmp_path):
@@ -281,7 +281,7 @@ class TestBatches:
 
     def test_out_of_memory_says_what_to_do(self, model, photos, tmp_path):
         Spy(model, fail_at=1, error=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-        with pytest.raises(InputError, match=r"2 images of 32 x 48 pixels; use a smaller batch"):
+        with pytest.raises(InputError, match=r"32 x 48.*batch"):
             extract(model, [photos / "x.jpg", photos / "a"], tmp_path / "o", size=None)
 
 
@@ -371,23 +371,23 @@ class TestResuming:
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(
-        ("change", "message"),
+        ("change", "noun"),
         [
-            ({"cores": 4}, "cores: 8 there, 4 now"),
-            ({"size": 48}, "size: 32 there, 48 now"),
-            ({"size": (32, 32)}, r"size: 32 there, \[32, 32\] now"),
-            ({"fit": "pad"}, 'fit: "resize" there, "pad" now'),
-            ({"what": ["cls"]}, r'what: \["cls", "patches"\] there, \["cls"\] now'),
-            ({"dtype": "float32"}, "dtype"),
-            ({"format": "safetensors"}, "format"),
-            ({"root": "."}, "root"),
+            ({"cores": 4}, "cores: 8"),
+            ({"size": 48}, "size: 32.*48"),
+            ({"size": (32, 32)}, r"size: 32.*\[32, 32\]"),
+            ({"fit": "pad"}, 'fit: "resize"'),
+            ({"what": ["cls"]}, "what: "),
+            ({"dtype": "float32"}, "dtype: "),
+            ({"format": "safetensors"}, "format: "),
+            ({"root": "."}, "root: "),
         ],
     )
-    def test_other_settings_are_refused(self, model, photos, tmp_path, change, message):
+    def test_other_settings_are_refused(self, model, photos, tmp_path, change, noun):
         out = tmp_path / "out"
         extract(model, photos, out, size=32)
         before = {name: (out / name).read_bytes() for name in files_in(out)}
-        with pytest.raises(InputError, match=f"other settings .*{message}"):
+        with pytest.raises(InputError, match=noun):
             extract(model, photos, out, **{"size": 32, **change})
         assert {name: (out / name).read_bytes() for name in files_in(out)} == before
 
@@ -395,7 +395,7 @@ class TestResuming:
         extract(model, photos, tmp_path / "out", size=32)
         with torch.no_grad():
             model.bank.tokens[0, 0] += 1
-        with pytest.raises(InputError, match=r"other settings .*weights"):
+        with pytest.raises(InputError, match="weights: "):
             extract(model, photos, tmp_path / "out", size=32)
 
     def test_overwrite_starts_over_and_spares_what_is_not_ours(self, model, photos, tmp_path):
@@ -417,12 +417,12 @@ class TestResuming:
         assert (summary.computed, summary.reused) == (1, 1)
         assert (out / "a" / "new.png.npz").exists()
         save_image(tmp_path / "elsewhere.png")
-        with pytest.raises(InputError, match=r"elsewhere.png \(1 of 1 images\) is not inside"):
+        with pytest.raises(InputError, match=r"elsewhere\.png"):
             extract(model, tmp_path / "elsewhere.png", out, size=32)
 
     def test_a_manifest_of_something_else_is_not_overwritten(self, model, photos, tmp_path):
         (tmp_path / "features.json").write_text('{"mine": 1}')
-        with pytest.raises(OutputError, match="does not list the settings"):
+        with pytest.raises(OutputError, match=r"features\.json"):
             extract(model, photos, tmp_path, size=32, overwrite=True)
         assert (tmp_path / "features.json").read_text() == '{"mine": 1}'
 
@@ -493,12 +493,12 @@ class TestBadImages:
         assert (summary.computed, len(summary.failed)) == (1, 1)
         assert (out / folder / f"{fits}.npz").exists()
         name, message = summary.failed[0]
-        assert name.endswith(too_long) and message.endswith("would be too long; rename the image")
+        assert name.endswith(too_long) and "too long" in message
 
     def test_no_image_that_can_be_read_is_an_error(self, model, tmp_path):
         (tmp_path / "bad.jpg").write_bytes(b"")
         for out in (tmp_path / "out", tmp_path / "all.npz"):
-            with pytest.raises(ImageError, match="none of 1 images could be read"):
+            with pytest.raises(ImageError, match=r"failures\.jsonl"):
                 extract(model, tmp_path / "bad.jpg", out, size=32)
         assert not (tmp_path / "all.npz").exists()
 
@@ -534,14 +534,14 @@ class TestSingleFile:
             np.testing.assert_allclose(cls, expected, atol=1e-5)
 
     def test_patches_of_several_grids_are_refused(self, model, photos, tmp_path):
-        with pytest.raises(InputError, match="only if their grids agree"):
+        with pytest.raises(InputError, match="grids"):
             extract(model, photos, tmp_path / "all.npz", size=None)
         assert files_in(tmp_path) == [f"photos/{name}" for name in files_in(photos)]
 
     def test_an_existing_file_is_kept_unless_told(self, model, photos, tmp_path):
         out = tmp_path / "all.npz"
         out.write_text("precious")
-        with pytest.raises(OutputError, match="exists"):
+        with pytest.raises(OutputError, match="--overwrite"):
             extract(model, photos, out, size=32, what=["cls"])
         assert out.read_text() == "precious"
         extract(model, photos, out, size=32, what=["cls"], overwrite=True)
@@ -549,28 +549,28 @@ class TestSingleFile:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "error", "noun"),
     [
-        ({"cores": 9}, InputError, "from 1 to 8"),
-        ({"what": []}, InputError, "choose cls, patches or both"),
-        ({"what": ["patch"]}, InputError, "did you mean 'patches'"),
-        ({"dtype": "int8"}, InputError, "unknown dtype"),
-        ({"fit": "stretch"}, InputError, "unknown fit"),
-        ({"format": "hdf5"}, InputError, "unknown format"),
+        ({"cores": 9}, InputError, "cores"),
+        ({"what": []}, InputError, "both"),
+        ({"what": ["patch"]}, InputError, "'patches'"),
+        ({"dtype": "int8"}, InputError, "'int8'"),
+        ({"fit": "stretch"}, InputError, "'stretch'"),
+        ({"format": "hdf5"}, InputError, "'hdf5'"),
         ({"batch_size": 0}, InputError, "batch_size"),
         ({"workers": 0}, InputError, "workers"),
         ({"on_error": "ignore"}, InputError, "on_error"),
-        ({"size": 8}, ImageError, "below one patch"),
-        ({"sources": "nowhere"}, ImageError, "nowhere: no such file or folder"),
-        ({"out": "all.npz", "format": "safetensors"}, InputError, "does not agree with the name"),
-        ({"out": ""}, OutputError, "empty path"),
+        ({"size": 8}, ImageError, "size=8"),
+        ({"sources": "nowhere"}, SourceError, "nowhere"),
+        ({"out": "all.npz", "format": "safetensors"}, InputError, r"all\.npz"),
+        ({"out": ""}, OutputError, "empty"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(
-    model, photos, tmp_path, monkeypatch, change, error, message
+    model, photos, tmp_path, monkeypatch, change, error, noun
 ):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=noun):
         extract(model, **{"sources": photos, "out": "out", "size": 32, **change})
     assert files_in(tmp_path / "here") == []

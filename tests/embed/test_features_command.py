@@ -14,7 +14,7 @@ from PIL import Image
 import veca
 from veca import VecaConfig
 from veca.cli.features import features
-from veca.errors import ImageError, InputError, WeightsError
+from veca.errors import ImageError, InputError, SourceError, WeightsError
 from veca.features import read_features
 
 
@@ -58,7 +58,7 @@ def test_a_second_run_goes_on_and_skips_are_named(run, photos, tmp_path, capsys)
     run(photos, "--root", photos, "--out", out)
     printed = capsys.readouterr().out
     assert f"skipped {photos / 'b' / 'bad.jpg'}: " in printed
-    assert "damaged or incomplete" in printed and "preprocess" not in printed  # no Python here
+    assert "damaged" in printed and "preprocess" not in printed  # no Python here
     closing = printed.splitlines()[-1]
     assert closing.startswith("2 images, 2 there already, 1 skipped (listed in ")
     with pytest.raises(ImageError, match=r"bad\.jpg"):
@@ -72,7 +72,7 @@ def test_one_image_that_cannot_be_opened_stops_nothing(run, photos, tmp_path, ca
     run(photos, "--out", tmp_path / "out")
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1].startswith("4 images, 2 skipped (listed in ")
-    assert "broken.jpg: no such file" in printed and "bad\\xff.jpg: not an image" in printed
+    assert "broken.jpg: " in printed and "bad\\xff.jpg: " in printed
 
 
 def test_files_that_are_no_images_are_counted(run, photos, tmp_path, capsys):
@@ -92,7 +92,7 @@ def test_files_that_are_no_images_are_counted(run, photos, tmp_path, capsys):
 def test_other_settings_need_overwrite(run, photos, tmp_path):
     out = tmp_path / "out"
     run(photos, "--out", out)
-    with pytest.raises(InputError, match="cores: 8 there, 2 now"):
+    with pytest.raises(InputError, match="cores: 8"):
         run(photos, "--out", out, "--cores", "2")
     run(photos, "--out", out, "--cores", "2", "--overwrite")
     assert read_features(out / "b" / "4.png.npz")["cores"] == 2
@@ -107,13 +107,13 @@ def test_single_file(run, photos, tmp_path):
 
 def test_bad_input(run, photos, tmp_path):
     out = ("--out", tmp_path / "out")
-    with pytest.raises(ImageError, match="no such file"):
+    with pytest.raises(SourceError, match=r"none\.png"):
         run(photos / "none.png", *out)
-    with pytest.raises(InputError, match="a size is a number"):
+    with pytest.raises(InputError, match="'large'"):
         run(photos, *out, "--size", "large")
-    with pytest.raises(InputError, match="unknown kind of feature"):
+    with pytest.raises(InputError, match="'cls'"):
         run(photos, *out, "--what", "class")
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsError, match="/missing"):
         run(photos, *out, "--weights", tmp_path / "missing")
     (photos / "a" / "bad.png").write_bytes(b"not an image")
     with pytest.raises(ImageError, match=r"bad\.png"):

@@ -113,7 +113,7 @@ def test_usearch_is_needed_for_the_index_only(folder, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     query = read_embeddings(folder)[1][0]
     assert search(folder, query, exact=True)
-    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[search\]'"):
+    with pytest.raises(MissingExtraError, match=r"veca\[search\]"):
         search(folder, query)
 
 
@@ -121,7 +121,7 @@ def test_a_core_install_is_told_of_the_one_extra_that_search_needs(folder, monke
     for name in [n for n in sys.modules if n.partition(".")[0] in ("pyarrow", "usearch")]:
         monkeypatch.setitem(sys.modules, name, None)
     for exact in (False, True):
-        with pytest.raises(MissingExtraError, match=r"pip install 'veca\[search\]'"):
+        with pytest.raises(MissingExtraError, match=r"veca\[search\]"):
             search(folder, folder / "query.png", exact=exact)
 
 
@@ -129,13 +129,13 @@ def test_bad_queries(folder, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no image")
     with pytest.raises(ImageError, match=r"bad\.png"):
         search(folder, tmp_path / "bad.png")
-    with pytest.raises(ImageError, match="no such file"):
+    with pytest.raises(ImageError, match=r"none\.png"):
         search(folder, tmp_path / "none.png")
-    with pytest.raises(InputError, match="vector of 32 numbers"):
+    with pytest.raises(InputError, match="32 numbers"):
         search(folder, np.ones(31, np.float32))
     with pytest.raises(InputError, match="NaN"):
         search(folder, np.full(32, np.nan, np.float32))
-    with pytest.raises(InputError, match="top must be"):
+    with pytest.raises(InputError, match=r"\btop\b"):
         search(folder, np.ones(32, np.float32), 0)
 
 
@@ -143,13 +143,13 @@ def test_weights_are_found_and_checked(folder, weights, images, tiny, tmp_path):
     query = next(images.rglob("*.png"))
     model = veca.load(weights)
     weights.rename(tmp_path / "elsewhere")
-    with pytest.raises(WeightsError, match=r"not where they were.*--weights"):
+    with pytest.raises(WeightsError, match="--weights"):
         search(folder, query, exact=True)
     assert search(folder, query, exact=True, weights=tmp_path / "elsewhere")[0].path == str(query)
     assert search(folder, query, exact=True, weights=model)[0].path == str(query)
     with torch.no_grad():
         next(tiny.parameters()).add_(1)
-    with pytest.raises(InputError, match="not those that"):
+    with pytest.raises(InputError, match="model given"):
         search(folder, query, exact=True, weights=tiny)
 
 
@@ -157,17 +157,17 @@ def test_a_model_of_ones_own_must_be_given_again(embed, images, weights, tmp_pat
     model = veca.load(weights)
     embed(images, tmp_path / "out", weights=model)
     query = next(images.rglob("*.png"))
-    with pytest.raises(InputError, match="does not say where its weights are"):
+    with pytest.raises(InputError, match="--weights"):
         search(tmp_path / "out", query, exact=True)
     assert search(tmp_path / "out", query, 1, exact=True, weights=model)[0].path == str(query)
 
 
 def test_nothing_to_search_in(embed, images, folder, tmp_path):
-    with pytest.raises(InputError, match="no folder of embeddings"):
+    with pytest.raises(InputError, match=r"embed\.json"):
         Collection(tmp_path)
     for path in (folder / "shards").iterdir():
         path.unlink()
-    with pytest.raises(InputError, match="holds no embeddings yet"):
+    with pytest.raises(InputError, match="no embeddings"):
         Collection(folder)
 
 

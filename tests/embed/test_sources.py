@@ -98,15 +98,15 @@ def test_features_of_shards_are_resumed(odd, weights, tmp_path):
 
 def test_what_is_missing_is_an_error_of_either_kind(tmp_path):
     (tmp_path / "empty").mkdir()
-    for sources, says in [
-        (tmp_path / "none", "no such file or folder"),
-        ([tmp_path / "none.png"], "no such file or folder"),
-        (tmp_path / "empty", "no image"),
-        ([], "no images given"),
+    for sources, noun in [
+        (tmp_path / "none", r"/none\b"),
+        ([tmp_path / "none.png"], r"/none\.png"),
+        (tmp_path / "empty", "/empty"),
+        ([], "list of files"),
         ("", "empty path"),
     ]:
         for kind in (DataError, ImageError):
-            with pytest.raises(kind, match=says):
+            with pytest.raises(kind, match=noun):
                 open_images(sources)
 
 
@@ -164,7 +164,7 @@ def test_the_list_of_failures_of_0_1_gives_way(odd, weights, tmp_path):
 def test_the_old_name_of_the_batch_size(weights, odd, tmp_path, capsys):
     old = ["embed", odd / "b", "--out", tmp_path / "out", "--weights", weights, "--batch", 2]
     assert main([str(word) for word in (*old, "--device", "cpu", "--workers", 0)]) == 0
-    assert "--batch is now called --batch-size" in capsys.readouterr().err
+    assert "--batch-size" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "embed.json").read_text())["settings"]["batch"] == 2
     with pytest.warns(DeprecationWarning, match="batch_size"):
         embed_images(odd / "b", tmp_path / "again", weights=weights, batch=2, workers=0)
@@ -188,7 +188,7 @@ def test_the_old_name_of_the_room():
 
 def test_strict_stops_at_the_first(embed, images, tmp_path):
     (images / "1" / "bad.png").write_bytes(b"no image")
-    with pytest.raises(ImageError, match=r"1/bad\.png: "):
+    with pytest.raises(ImageError, match=r"1/bad\.png"):
         embed(images, tmp_path / "out", on_error="raise")
     assert (tmp_path / "out" / "shards" / "part-000000.parquet").exists()
     (images / "1" / "bad.png").write_bytes(encoded(picture(3)))
