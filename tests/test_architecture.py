@@ -29,9 +29,7 @@ ABOVE = {
 """What comes later on the way from an image to an answer."""
 
 INFERENCE_FROM_TRAINING = {
-    ("collections", "data"),  # folders, lists and shards are found and read by one code
-    ("features", "data"),
-    ("embed", "data"),
+    ("embed", "data"),  # folders, lists and shards are found and read by one code
     ("probe", "teachers"),  # a teacher is probed beside its student
 }
 """The only exceptions."""

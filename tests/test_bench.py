@@ -145,9 +145,9 @@ class TestRace:
 
     def test_names_have_to_differ_and_the_yardstick_has_to_run(self):
         one = Contender("a", lambda x: x, 8)
-        with pytest.raises(InputError, match="different names"):
+        with pytest.raises(InputError, match="names"):
             race([one, one], QUICK)
-        with pytest.raises(InputError, match="unknown yardstick 'dense'"):
+        with pytest.raises(InputError, match="yardstick"):
             race([one], QUICK, yardstick="dense")
 
 
@@ -180,15 +180,15 @@ class TestBench:
         assert bench("tiny", plan, dense=False)[0].network == "veca_tiny_patch16"
 
     @pytest.mark.parametrize(
-        ("change", "message"),
+        ("change", "error", "noun"),
         [
-            ({"model": "tinny"}, "did you mean 'tiny'"),
-            ({"cores": [5]}, "from 1 to 4"),
-            ({"plan": BenchPlan(sizes=(32, 40))}, r"multiples of the patch size 16, got \[40\]"),
+            ({"model": "tinny"}, ConfigError, "'tinny'"),
+            ({"cores": [5]}, InputError, "cores"),
+            ({"plan": BenchPlan(sizes=(32, 40))}, InputError, r"\[40\]"),
         ],
     )
-    def test_bad_input_is_refused_before_anything_runs(self, change, message):
-        with pytest.raises((InputError, ConfigError), match=message):
+    def test_bad_input_is_refused_before_anything_runs(self, change, error, noun):
+        with pytest.raises(error, match=noun):
             bench(**{"model": SMALL, "plan": QUICK, **change})
 
     @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ class TestReport:
         rows = [row(256, 1.0), row(512, math.nan, error="out of memory"), row(1024, 16.0)]
         assert scaling_exponent(rows) == pytest.approx(1.0)
         assert math.isnan(scaling_exponent(rows[:2]))
-        with pytest.raises(InputError, match="dense, veca, 8 cores"):
+        with pytest.raises(InputError, match="dense"):
             scaling_exponent([row(256), row(512, model="dense", cores=None)])
 
     def test_growth_is_told_from_512_px(self):
@@ -253,7 +253,7 @@ class TestReport:
 
 @pytest.mark.parametrize(("old", "new"), [("Plan", BenchPlan), ("Row", BenchRow)])
 def test_names_of_0_1_still_work_and_say_the_new_ones(old, new):
-    with pytest.warns(DeprecationWarning, match=f"veca.bench.{old} is called {new.__name__}"):
+    with pytest.warns(DeprecationWarning, match=new.__name__):
         assert getattr(veca.bench, old) is new
     with pytest.raises(AttributeError, match="nothing"):
         veca.bench.nothing  # noqa: B018

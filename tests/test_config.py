@@ -41,12 +41,12 @@ def test_round_trip_through_json():
         ({"depth": 0}, "depth"),
         ({"depth": 2.0}, "depth"),
         ({"width": True}, "width"),
-        ({"width": 100, "heads": 3}, "heads 3"),
-        ({"width": 18, "heads": 3}, "multiple of 4"),
+        ({"width": 100, "heads": 3}, r"\bheads\b"),
+        ({"width": 18, "heads": 3}, "head width"),
         ({"num_cores": -1}, "num_cores"),
         ({"ffn_ratio": float("nan")}, "ffn_ratio"),
         ({"ffn_ratio": 0.001, "width": 32, "heads": 2}, "hidden"),
-        ({"rope_zero_fraction": 1.5}, "at most 1"),
+        ({"rope_zero_fraction": 1.5}, "rope_zero_fraction"),
         ({"rope_rescale": 0.5}, "rope_rescale"),
         ({"dropout": 1.0}, "dropout"),
         ({"output_width": 0}, "output_width"),
@@ -60,12 +60,12 @@ def test_impossible_configurations_are_refused(fields, culprit):
 
 
 def test_unknown_field_names_the_nearest():
-    with pytest.raises(ConfigError, match="'num_core'; did you mean 'num_cores'"):
+    with pytest.raises(ConfigError, match=r"'num_core'.*'num_cores'"):
         VecaConfig.from_dict({"num_core": 3})
 
 
 def test_unknown_preset_names_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean 'veca_small_patch16'"):
+    with pytest.raises(ConfigError, match="mean 'veca_small_patch16'"):
         create_model("veca_smal_patch16")
-    with pytest.raises(ConfigError, match="named by a string"):
+    with pytest.raises(ConfigError, match="string"):
         create_model(3)

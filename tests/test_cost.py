@@ -83,10 +83,10 @@ def test_memory_estimates_scale_with_precision_and_tokens():
 
 @pytest.mark.parametrize("size", [0, 15, 500, -16, 16.0, (16,), (16, 17), True])
 def test_bad_sizes_are_named(size):
-    with pytest.raises(InputError, match="multiples of the patch size 16"):
+    with pytest.raises(InputError, match="patch size"):
         veca.cost("tiny", size=size)
 
 
 def test_bad_budget_is_named():
-    with pytest.raises(InputError, match="from 1 to 64"):
+    with pytest.raises(InputError, match="cores"):
         veca.cost("tiny", cores=65)

@@ -82,12 +82,12 @@ class Adapted(torch.nn.Module):
 
 def test_hooks_and_missing_layers_are_refused(tiny):
     hook = tiny.blocks[1].ffn.up.register_forward_hook(lambda layer, given, out: out + 1.0)
-    with pytest.raises(InputError, match=r"blocks\.1\.ffn\.up is a Linear with hooks"):
+    with pytest.raises(InputError, match=r"blocks\.1\.ffn\.up .* hooks"):
         compile_for_inference(tiny)
     hook.remove()
     compile_for_inference(tiny)
     del tiny.moves[0]
-    with pytest.raises(InputError, match=r"moves\.1 is missing"):
+    with pytest.raises(InputError, match=r"moves\.1"):
         compile_for_inference(tiny)
 
 
@@ -104,26 +104,27 @@ def test_layers_that_do_more_than_their_weights_are_refused(name):
         return
     name = name if name == "project" else f"blocks.1.{name}"
     model.set_submodule(name, Adapted(model.get_submodule(name)))
-    with pytest.raises(InputError, match=rf"{name} is a Adapted instead of a Linear; merge"):
+    with pytest.raises(InputError, match=f"{name} .*Adapted"):
         compile_for_inference(model)
 
 
 def test_bad_requests_are_named(tiny):
     engine = compile_for_inference(tiny, check_pixels=True)
-    with pytest.raises(InputError, match="from 1 to 8"):
+    with pytest.raises(InputError, match="cores"):
         engine(torch.randn(1, 3, 32, 32), cores=9)
-    with pytest.raises(InputError, match="multiples of the patch size"):
+    with pytest.raises(InputError, match="32 x 33"):
         engine(torch.randn(1, 3, 32, 33))
     with pytest.raises(InputError, match="NaN"):
         engine(torch.full((1, 3, 32, 32), float("nan")))
-    with pytest.raises(InputError, match="model on CUDA"):
+    with pytest.raises(InputError, match="graphs"):
         compile_for_inference(tiny, graphs=True)
-    with pytest.raises(InputError, match="takes a Veca model"):
+    with pytest.raises(InputError, match="Linear"):
         compile_for_inference(torch.nn.Linear(2, 2))
-    with pytest.raises(InputError, match="cache must be"):
+    with pytest.raises(InputError, match="cache"):
         compile_for_inference(tiny, cache=0)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_graphs_on_cuda_give_the_models_outputs():
     model = stirred(create_model("tiny"), 0.01).cuda().eval()

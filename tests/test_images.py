@@ -123,7 +123,7 @@ def test_multi_frame_files_read_the_first_frame(tmp_path: Path, suffix: str) -> 
 def test_other_decoders_are_not_reachable(tmp_path: Path) -> None:
     path = tmp_path / "photo.png"
     path.write_bytes(encode(Image.new("RGB", (8, 8)), "EPS"))
-    with pytest.raises(ImageError, match="not an image in a format read here"):
+    with pytest.raises(ImageError, match=r"photo\.png.*format"):
         read_image(path)
 
 
@@ -205,7 +205,7 @@ def test_sixteen_bit_colour_keeps_the_high_byte() -> None:
 
 def test_integers_of_eight_bit_are_not_taken_for_dark_ones_of_sixteen() -> None:
     image = Image.new("L", (2, 2), 200)
-    with pytest.raises(ImageError, match=r"mode I holds values up to 200, .*convert\('L'\)"):
+    with pytest.raises(ImageError, match=r"200.*convert\('L'\)"):
         read_image(image.convert("I"))
     assert pixels_of(read_image(image.convert("I").convert("I;16"))) == [[(1,) * 3] * 2] * 2
     assert pixels_of(read_image(Image.new("I", (2, 2)))) == [[(0,) * 3] * 2] * 2
@@ -213,7 +213,7 @@ def test_integers_of_eight_bit_are_not_taken_for_dark_ones_of_sixteen() -> None:
 
 @pytest.mark.parametrize("values", [[0, 70000], [-1, 5]])
 def test_integers_beyond_sixteen_bit_are_refused(values: list[int]) -> None:
-    with pytest.raises(ImageError, match=r"holds values .*expected 0\.\.65535.*rescale"):
+    with pytest.raises(ImageError, match="65535"):
         read_image(Image.fromarray(np.array([values], dtype=np.int32)))
 
 
@@ -221,7 +221,7 @@ def test_float_images_hold_zero_to_one(tmp_path: Path) -> None:
     unit = Image.fromarray(np.array([[0, 0.5, 1]], dtype=np.float32))
     assert [p[0] for p in pixels_of(read_image(save(tmp_path / "f.tif", unit)))[0]] == [0, 128, 255]
     for bad in ([0, 1.01], [-0.1, 1], [0, 255], [0, np.nan], [0, np.inf]):
-        with pytest.raises(ImageError, match=r"mode F holds values .*expected 0\.\.1"):
+        with pytest.raises(ImageError, match="mode F"):
             read_image(Image.fromarray(np.array([bad], dtype=np.float32)))
 
 
@@ -363,24 +363,24 @@ def test_a_stream_that_cannot_seek_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "noun"),
     [
-        (np.zeros((4, 4, 3), np.float32), r"array of dtype float32, expected uint8 \[H, W, 3\]"),
-        (torch.zeros(3, 4, 4), r"tensor of dtype torch.float32, expected uint8 \[3, H, W\]"),
-        (np.zeros((4, 4), np.uint8), r"shape \[4, 4\].*three RGB channels"),
-        (np.zeros((4, 4, 4), np.uint8), r"shape \[4, 4, 4\].*three RGB channels"),
+        (np.zeros((4, 4, 3), np.float32), "float32"),
+        (torch.zeros(3, 4, 4), r"torch\.float32"),
+        (np.zeros((4, 4), np.uint8), r"\[4, 4\].*RGB"),
+        (np.zeros((4, 4, 4), np.uint8), r"\[4, 4, 4\].*RGB"),
         (np.zeros((3, 4, 5), np.uint8), r"transpose\(1, 2, 0\)"),
         (torch.zeros(4, 5, 3, dtype=torch.uint8), r"permute\(2, 0, 1\)"),
         (torch.zeros(2, 3, 5, 5, dtype=torch.uint8), r"list\(batch\)"),
-        (np.zeros((0, 4, 3), np.uint8), "no pixels"),
-        (Image.new("RGB", (0, 4)), "no pixels"),
-        (17, "cannot read an image from int; pass a path"),
-        (None, "cannot read an image from NoneType"),
-        (io.StringIO("text"), "text mode; open it with mode 'rb'"),
+        (np.zeros((0, 4, 3), np.uint8), r"\[0, 4, 3\].*pixels"),
+        (Image.new("RGB", (0, 4)), "4 x 0"),
+        (17, "<int>"),
+        (None, "<NoneType>"),
+        (io.StringIO("text"), "'rb'"),
     ],
 )
-def test_unsuitable_objects_are_refused_with_the_remedy(source: object, message: str) -> None:
-    with pytest.raises(ImageError, match=message):
+def test_unsuitable_objects_are_refused_with_the_remedy(source: object, noun: str) -> None:
+    with pytest.raises(ImageError, match=noun):
         read_image(source)  # type: ignore[arg-type]
 
 
@@ -414,7 +414,7 @@ def test_truncated_files_name_the_path(tmp_path: Path, format: str, part: float)
     data = encode(noise(64, 64), format)
     path = tmp_path / "holiday.jpg"
     path.write_bytes(data[: int(len(data) * part)])
-    with pytest.raises(ImageError, match=r"holiday\.jpg: .*(damaged|incomplete)"):
+    with pytest.raises(ImageError, match=r"holiday\.jpg.*damaged"):
         read_image(path)
 
 
@@ -423,7 +423,7 @@ def test_a_corrupt_png_names_the_path(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 0xFF
     path = tmp_path / "flipped.png"
     path.write_bytes(data)
-    with pytest.raises(ImageError, match=r"flipped\.png: cannot be decoded .*replace it$"):
+    with pytest.raises(ImageError, match=r"flipped\.png.*damaged"):
         read_image(path)
 
 
@@ -436,18 +436,18 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
     folder.mkdir()
     pipe = tmp_path / "pipe.jpg"
     os.mkfifo(pipe)
-    for source, message in (
-        (text, r"text\.jpg: not an image in a format read here .*convert it"),
-        (empty, r"empty\.png: is empty \(0 bytes\)"),
-        (folder, r"folder\.png: is a folder, .*veca\.images\.find_images"),
-        (tmp_path / "missing.jpg", r"missing\.jpg: no such file"),
-        (pipe, r"pipe\.jpg: cannot be opened \(a pipe, a device or a socket"),
-        ("", "empty path"),
-        ("a\0b.jpg", "cannot be opened"),
-        (b"", r"<bytes>: is empty"),
-        (b"some text", r"<bytes>: not an image"),
+    for source, noun in (
+        (text, r"text\.jpg.*format"),
+        (empty, r"empty\.png.*0 bytes"),
+        (folder, r"folder\.png.*find_images"),
+        (tmp_path / "missing.jpg", r"missing\.jpg"),
+        (pipe, r"pipe\.jpg.*socket"),
+        ("", "^''"),
+        ("a\0b.jpg", "null byte"),
+        (b"", "<bytes>.*0 bytes"),
+        (b"some text", "<bytes>.*format"),
     ):
-        with pytest.raises(ImageError, match=message) as caught:
+        with pytest.raises(ImageError, match=noun) as caught:
             read_image(source)
         assert "\n" not in str(caught.value)
 
@@ -455,7 +455,7 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
 def test_a_closed_pillow_image_is_an_image_error(tmp_path: Path) -> None:
     with Image.open(save(tmp_path / "a.png", noise(4, 4))) as image:
         pass
-    with pytest.raises(ImageError, match=r"a\.png: cannot be decoded"):
+    with pytest.raises(ImageError, match=r"a\.png"):
         read_image(image)
 
 
@@ -467,7 +467,7 @@ def test_bombs_are_refused_before_decoding(tmp_path: Path, side: int) -> None:
     path = tmp_path / "bomb.png"
     path.write_bytes(png(side, side, 8, 2, b""))
     before = Image.MAX_IMAGE_PIXELS
-    with pytest.raises(ImageError, match=r"bomb\.png: .*pixels.*max_pixels") as caught:
+    with pytest.raises(ImageError, match=r"bomb\.png.*max_pixels") as caught:
         read_image(path)
     assert before == Image.MAX_IMAGE_PIXELS
     assert "\n" not in str(caught.value)
@@ -476,10 +476,10 @@ def test_bombs_are_refused_before_decoding(tmp_path: Path, side: int) -> None:
 def test_the_limit_is_inclusive_and_a_parameter(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", noise(10, 12))
     assert read_image(path, max_pixels=120).size == (12, 10)
-    with pytest.raises(ImageError, match=r"10 x 12 is 120 pixels, .* max_pixels=119"):
+    with pytest.raises(ImageError, match="max_pixels=119"):
         read_image(path, max_pixels=119)
     for bad in (0, -1, True, 1e6, None):
-        with pytest.raises(ImageError, match="max_pixels must be a whole number"):
+        with pytest.raises(ImageError, match="max_pixels"):
             read_image(path, max_pixels=bad)  # type: ignore[arg-type]
 
 
@@ -506,9 +506,7 @@ def test_pillows_warning_stays_inside(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.warns(Image.DecompressionBombWarning):  # the caller's own filters are untouched
         Image.open(path).close()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
-    with pytest.raises(
-        ImageError, match=r"a\.png: too large .* raise PIL\.Image\.MAX_IMAGE_PIXELS"
-    ):
+    with pytest.raises(ImageError, match="MAX_IMAGE_PIXELS"):
         read_image(path)
 
 
@@ -535,7 +533,7 @@ def test_reader_threads_do_not_share_the_warning_filters(monkeypatch: pytest.Mon
 
 def test_a_sliver_cannot_be_blown_up() -> None:
     sliver = Image.new("RGB", (100, 1))
-    with pytest.raises(ImageError, match=r"<Image>: 16 x 1600 is 25,600 pixels, more than"):
+    with pytest.raises(ImageError, match=r"<Image>.*25,600"):
         preprocess(sliver, 16, max_pixels=25_599)
     assert preprocess(sliver, 16, max_pixels=25_600).grid == (1, 100)
 
@@ -551,7 +549,7 @@ def test_to_tensor_is_value_over_255() -> None:
     for x, y in ((0, 0), (4, 0), (2, 2)):
         assert tensor[:, y, x].tolist() == pytest.approx([v / 255 for v in image.getpixel((x, y))])
     for bad in (Image.new("L", (4, 4)), Image.new("RGB", (0, 4)), np.zeros((4, 4, 3), np.uint8)):
-        with pytest.raises(ImageError, match="use read_image"):
+        with pytest.raises(ImageError, match="read_image"):
             to_tensor(bad)  # type: ignore[arg-type]
 
 
@@ -570,16 +568,16 @@ def test_normalize_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_normalize_refuses_other_tensors_and_statistics() -> None:
-    with pytest.raises(ImageError, match="divide by 255"):
+    with pytest.raises(ImageError, match="uint8"):
         normalize(torch.zeros(3, 4, 4, dtype=torch.uint8))
     for shape in ((4, 4), (4, 4, 3), (1, 4, 4)):
-        with pytest.raises(ImageError, match="expected"):
+        with pytest.raises(ImageError, match="shape"):
             normalize(torch.zeros(shape))
     ok = (0.5, 0.5, 0.5)
     for mean, std in ((ok, (1, 0, 1)), (ok, (1, -1, 1)), ((1, 1), ok), (0.5, ok), (ok, "abc")):
-        with pytest.raises(ImageError, match="three finite numbers each, std above 0"):
+        with pytest.raises(ImageError, match="std="):
             normalize(torch.zeros(3, 4, 4), mean, std)  # type: ignore[arg-type]
-    with pytest.raises(ImageError, match="three finite numbers"):
+    with pytest.raises(ImageError, match="mean="):
         denormalize(torch.zeros(3, 4, 4), (0, float("nan"), 0), ok)
 
 
@@ -624,33 +622,33 @@ def test_target_size_of_another_patch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "noun"),
     [
-        ((15, 64, None, "crop"), r"15 x 64 pixels cannot be cropped .*16 x 16; use fit='resize'"),
-        ((480, 641, None, "error"), r"480 x 641 pixels is not a whole number .*fit='resize'"),
-        ((480, 640, 224, "error"), "224 x 299 pixels is not a whole number"),
-        ((64, 64, None, "reszie"), r"unknown fit 'reszie'; did you mean 'resize'\?"),
-        ((64, 64, None, "Pad"), r"unknown fit 'Pad'; did you mean 'pad'\?"),
-        ((64, 64, None, None), "unknown fit"),
-        ((64, 64, 0, "resize"), r"size .*whole number of at least 1, got 0"),
-        ((64, 64, -16, "resize"), r"size .*got -16"),
-        ((64, 64, True, "resize"), r"size .*got True"),
-        ((64, 64, 224.0, "resize"), r"size .*got 224\.0"),
-        ((64, 64, "224", "resize"), r"size .*got '224'"),
-        ((64, 64, (224, 0), "resize"), r"size .*got 0"),
-        ((64, 64, (224, 224.5), "resize"), r"size .*got 224\.5"),
-        ((64, 64, (224,), "resize"), r"1 entries, expected \(height, width\)"),
-        ((64, 64, (1, 2, 3), "resize"), r"3 entries, expected \(height, width\)"),
-        ((64, 64, 15, "resize"), "size=15 is below one patch; expected at least 16"),
-        ((64, 64, (224, 8), "pad"), r"size=\(224, 8\) is below one patch"),
-        ((0, 64, None, "resize"), "height must be"),
-        ((64, -1, None, "resize"), "width must be"),
-        ((64, 64, None, "resize", 0), "patch_size must be"),
-        ((64, 64, None, "resize", 16.0), "patch_size must be"),
+        ((15, 64, None, "crop"), "15 x 64"),
+        ((480, 641, None, "error"), "480 x 641"),
+        ((480, 640, 224, "error"), "224 x 299"),
+        ((64, 64, None, "reszie"), "'reszie'.*mean 'resize'"),
+        ((64, 64, None, "Pad"), "'Pad'.*mean 'pad'"),
+        ((64, 64, None, None), "fit.*None"),
+        ((64, 64, 0, "resize"), "size.* 0"),
+        ((64, 64, -16, "resize"), "size.* -16"),
+        ((64, 64, True, "resize"), "size.* True"),
+        ((64, 64, 224.0, "resize"), r"size.* 224\.0"),
+        ((64, 64, "224", "resize"), "size.* '224'"),
+        ((64, 64, (224, 0), "resize"), "size.* 0"),
+        ((64, 64, (224, 224.5), "resize"), r"size.* 224\.5"),
+        ((64, 64, (224,), "resize"), "1 entries"),
+        ((64, 64, (1, 2, 3), "resize"), "3 entries"),
+        ((64, 64, 15, "resize"), "size=15"),
+        ((64, 64, (224, 8), "pad"), r"size=\(224, 8\)"),
+        ((0, 64, None, "resize"), "height.* 0"),
+        ((64, -1, None, "resize"), "width.* -1"),
+        ((64, 64, None, "resize", 0), "patch_size"),
+        ((64, 64, None, "resize", 16.0), "patch_size"),
     ],
 )
-def test_target_size_errors(args: tuple[object, ...], message: str) -> None:
-    with pytest.raises(ImageError, match=message) as caught:
+def test_target_size_errors(args: tuple[object, ...], noun: str) -> None:
+    with pytest.raises(ImageError, match=noun) as caught:
         target_size(*args)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
@@ -663,11 +661,11 @@ patches = st.integers(1, 40)
 @given(height=sides, width=sides, fit=st.sampled_from(FITS), patch=patches)
 def test_native_sizes_land_on_the_grid(height: int, width: int, fit: str, patch: int) -> None:
     if fit == "error" and (height % patch or width % patch):
-        with pytest.raises(ImageError):
+        with pytest.raises(ImageError, match=f"{height} x {width}"):
             target_size(height, width, None, fit, patch)
         return
     if fit == "crop" and min(height, width) < patch:
-        with pytest.raises(ImageError):
+        with pytest.raises(ImageError, match=f"{height} x {width}"):
             target_size(height, width, None, fit, patch)
         return
     for side, out in zip(
@@ -764,7 +762,7 @@ def test_fifteen_by_fifteen() -> None:
     assert preprocess(image).grid == (1, 1)
     assert preprocess(image, fit="pad").valid == (15, 15)
     for fit in ("crop", "error"):
-        with pytest.raises(ImageError, match="<Image>: 15 x 15 pixels"):
+        with pytest.raises(ImageError, match="15 x 15"):
             preprocess(image, fit=fit)
 
 
@@ -772,7 +770,7 @@ def test_patch_size_mean_and_std_are_used() -> None:
     out = preprocess(noise(28, 43), patch_size=14, mean=(0, 0, 0), std=(1, 1, 1), fit="crop")
     assert (out.grid, out.crop_box) == ((2, 3), [(0, 0, 42, 28)])
     torch.testing.assert_close(out.pixels[0], to_tensor(noise(28, 43))[..., :42])
-    with pytest.raises(ImageError, match="std above 0"):
+    with pytest.raises(ImageError, match="std="):
         preprocess(noise(16, 16), std=(0, 0, 0))
 
 
@@ -813,12 +811,10 @@ def test_a_file_object_is_one_image(tmp_path: Path) -> None:
 
 def test_mixed_sizes_name_both_and_the_remedy(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a.png", noise(32, 32)), save(tmp_path / "b.png", noise(32, 64))
-    with pytest.raises(
-        ImageError, match=r"a\.png .*32 x 32 .*b\.png at 32 x 64; pass size=\(h, w\), or process"
-    ):
+    with pytest.raises(ImageError, match=r"a\.png.*32 x 32.*b\.png.*32 x 64"):
         preprocess([a, b])
     assert preprocess([a, b], (32, 32)).pixels.shape[0] == 2
-    with pytest.raises(ImageError, match=r"30 x 30 .*31 x 32 \(before padding\)"):
+    with pytest.raises(ImageError, match=r"30 x 30.*31 x 32"):
         preprocess([noise(30, 30), noise(31, 32)], fit="pad")
     cropped = preprocess([noise(33, 36), noise(32, 47)], fit="crop")
     assert cropped.crop_box == [(2, 0, 34, 32), (7, 0, 39, 32)]
@@ -836,25 +832,25 @@ def test_skip_leaves_out_counts_and_names(tmp_path: Path) -> None:
     assert out.pixels.shape[0] == len(out.original_sizes) == len(out.crop_box) == 2
     assert [name for name, _ in out.skipped] == [str(bad), str(missing), "<bytes at index 3>"]
     assert "not an image" in out.skipped[0][1] and "bad.jpg" in out.skipped[0][1]
-    with pytest.raises(ImageError, match=r"bad\.jpg: not an image"):
+    with pytest.raises(ImageError, match=r"^\S*bad\.jpg"):
         preprocess(sources)
-    with pytest.raises(ImageError, match=r"none of 2 images .*bad\.jpg: not an image"):
+    with pytest.raises(ImageError, match=r"2 images.*bad\.jpg"):
         preprocess([bad, missing], on_error="skip")
-    with pytest.raises(ImageError, match="<bytes at index 1>: is empty"):
+    with pytest.raises(ImageError, match="<bytes at index 1>"):
         preprocess([good, b""])
 
 
 def test_skip_does_not_hide_a_wrong_option() -> None:
-    with pytest.raises(ImageError, match="15 x 15 pixels cannot be cropped"):
+    with pytest.raises(ImageError, match="15 x 15"):
         preprocess([noise(32, 32), noise(15, 15)], fit="crop", on_error="skip")
-    for options, message in (
-        ({"on_error": "ignore"}, r"unknown on_error 'ignore'.*raise, skip"),
-        ({"fit": "resiz", "on_error": "skip"}, "did you mean 'resize'"),
-        ({"size": 8, "on_error": "skip"}, "below one patch"),
-        ({"patch_size": 0, "on_error": "skip"}, "patch_size must be"),
-        ({"max_pixels": 0, "on_error": "skip"}, "max_pixels must be"),
+    for options, noun in (
+        ({"on_error": "ignore"}, "on_error"),
+        ({"fit": "resiz", "on_error": "skip"}, "'resiz'"),
+        ({"size": 8, "on_error": "skip"}, "size=8"),
+        ({"patch_size": 0, "on_error": "skip"}, "patch_size"),
+        ({"max_pixels": 0, "on_error": "skip"}, "max_pixels"),
     ):
-        with pytest.raises(ImageError, match=message):
+        with pytest.raises(ImageError, match=noun):
             preprocess(["missing.png"], **options)
 
 
@@ -914,12 +910,12 @@ def test_without_a_model_images_are_imagenets() -> None:
 
 @pytest.mark.parametrize("model", ["tiny", torch.nn.Linear(2, 2), 16])
 def test_what_is_no_model_is_named(model: object) -> None:
-    with pytest.raises(ImageError, match=rf"got {type(model).__name__}; pass veca\.load\("):
+    with pytest.raises(ImageError, match=f"model.*{type(model).__name__}"):
         preprocess(noise(32, 32), model=model)
 
 
 def test_no_images_at_all() -> None:
-    with pytest.raises(ImageError, match="no images given"):
+    with pytest.raises(ImageError, match="no images"):
         preprocess([])
 
 
@@ -988,18 +984,18 @@ def test_files_folders_and_patterns_together_without_duplicates(
 
 
 def test_find_images_errors(tree: Path) -> None:
-    for source, message in (
-        (tree / "nope.jpg", r"nope\.jpg: no such file or folder"),
-        (str(tree / "*.gif"), r"\*\.gif: no image matches this pattern; .*\.jpg"),
-        (str(tree / "*.txt"), "no image matches this pattern"),
-        (tree / "empty", r"empty: no image in this folder or its subfolders; .*\.webp"),
-        ("", "no such file or folder"),
-        ([], "no files, folders or patterns given"),
-        ([tree, tree / "gone"], "gone: no such file or folder"),
+    for source, noun in (
+        (tree / "nope.jpg", r"nope\.jpg"),
+        (str(tree / "*.gif"), r"\*\.gif.*pattern.*\.webp"),
+        (str(tree / "*.txt"), r"\*\.txt.*pattern"),
+        (tree / "empty", r"empty.*subfolders.*\.webp"),
+        ("", "^''"),
+        ([], "^no files"),
+        ([tree, tree / "gone"], r"\bgone\b"),
     ):
-        with pytest.raises(ImageError, match=message):
+        with pytest.raises(ImageError, match=noun):
             find_images(source)
-    with pytest.raises(ImageError, match="no image in this folder;"):
+    with pytest.raises(ImageError, match=r"empty\b(?!.*subfolders)"):
         find_images(tree / "empty", recursive=False)
 
 
@@ -1014,7 +1010,7 @@ def test_an_unreadable_folder_is_not_passed_over(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)  # a mode of 000 would not stop root
-    with pytest.raises(ImageError, match=r"deep: the folder cannot be listed \(Permission denied"):
+    with pytest.raises(ImageError, match=r"deep\b.*Permission denied"):
         find_images(tree)
 
 
@@ -1023,7 +1019,7 @@ def test_broken_links_are_listed_so_that_reading_reports_them(tree: Path) -> Non
     found = find_images(tree / "sub")
     assert names(found, tree)[0] == "sub/a.png"
     assert find_images(found[0]) == found[:1]
-    with pytest.raises(ImageError, match=r"a\.png: no such file"):
+    with pytest.raises(ImageError, match=r"a\.png"):
         read_image(found[0])
 
 

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 from conftest import SMALLEST, stirred
 from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, cost, create_model, preprocess
-from veca.errors import InputError, VecaError
+from veca.errors import ConfigError, InputError
 from veca.model import spread_points
 
 IMAGES = (2, 3, 48, 64)  # 3 x 4 patches
@@ -209,9 +209,9 @@ def test_a_walk_runs_no_block_that_is_not_asked_for(tiny):
 
 
 def test_a_walk_takes_what_the_model_takes(tiny):
-    with pytest.raises(InputError, match="from 1 to 8"):
+    with pytest.raises(InputError, match="cores"):
         next(tiny.walk(torch.randn(IMAGES), cores=9))
-    with pytest.raises(InputError, match="multiples of the patch size"):
+    with pytest.raises(InputError, match="33 x 32"):
         next(tiny.walk(torch.randn(1, 3, 33, 32)))
 
 
@@ -409,26 +409,26 @@ def _bad_images():
     with_inf = good.clone()
     with_inf[0, 0, 0, 0] = float("inf")
     return {
-        "list": ([1, 2], "veca.preprocess makes one"),
+        "list": ([1, 2], "list"),
         "rank 3": (good[0], r"images\[None\]"),
-        "rank 2": (good[0, 0], "batch, 3, height, width"),
-        "channels": (good[:, :1], "3 channels, got 1"),
+        "rank 2": (good[0, 0], r"\(32, 32\)"),
+        "channels": (good[:, :1], "channels"),
         "channels last": (good.permute(0, 2, 3, 1), "channels-last"),
-        "uint8": ((good * 0).to(torch.uint8), "torch.uint8; use veca.preprocess"),
-        "empty batch": (good[:0], "batch is empty"),
-        "15 px": (good[:, :, :15, :15], "15 x 15; veca.preprocess fits"),
+        "uint8": ((good * 0).to(torch.uint8), "uint8"),
+        "empty batch": (good[:0], "empty"),
+        "15 px": (good[:, :, :15, :15], "15 x 15"),
         "0 px": (good[:, :, :0], "0 x 32"),
-        "off grid": (good[:, :, :, :31], "multiples of the patch size 16"),
-        "nan": (with_nan, r"images \[1\] of the batch have NaN"),
-        "inf": (with_inf, r"images \[0\] of the batch"),
+        "off grid": (good[:, :, :, :31], "32 x 31"),
+        "nan": (with_nan, r"\[1\].*NaN"),
+        "inf": (with_inf, r"\[0\].*infinite"),
     }
 
 
 @pytest.mark.parametrize("case", sorted(_bad_images()))
 @pytest.mark.parametrize("build", [lambda: create_model(SMALLEST), lambda: DenseVit(SMALLEST)])
 def test_bad_images_are_named(case, build):
-    images, message = _bad_images()[case]
-    with pytest.raises(InputError, match=message):
+    images, noun = _bad_images()[case]
+    with pytest.raises(InputError, match=noun):
         build().eval()(images)
 
 
@@ -438,7 +438,7 @@ def test_enormous_but_finite_pixels_pass_the_check(tiny):
 
 @pytest.mark.parametrize("cores", [0, 9, 65, -1, 2.5, True, "8"])
 def test_bad_budgets_are_named(tiny, cores):
-    with pytest.raises(InputError, match=r"from 1 to 8 .* got"):
+    with pytest.raises(InputError, match="cores"):
         tiny(torch.randn(1, 3, 32, 32), cores=cores)
 
 
@@ -448,29 +448,29 @@ def test_numpys_whole_numbers_are_numbers(tiny):
     for layers in (np.array([1, 3]), (np.int32(1), 3)):
         found = tiny.forward_intermediates(images, layers=layers)
         assert len(found) == 2
-    with pytest.raises(InputError, match="from 1 to 8"):
+    with pytest.raises(InputError, match="cores"):
         tiny(images, cores=np.float32(3))
     assert cost("tiny", size=np.int64(64)) == cost("tiny", size=64)
 
 
 def test_what_preprocess_gives_is_named(tiny):
     photo = preprocess(Image.new("RGB", (32, 32)))
-    with pytest.raises(InputError, match=r"got Preprocessed; pass its \.pixels"):
+    with pytest.raises(InputError, match=r"\.pixels"):
         tiny(photo)
 
 
 def test_other_bad_requests_are_named(tiny):
     images = torch.randn(1, 3, 32, 32)
     for layers in ([0], [4], [], [1.5], [True], 2):
-        with pytest.raises(InputError, match="from 1 to 3"):
+        with pytest.raises(InputError, match="layers"):
             tiny.forward_intermediates(images, layers=layers)
-    with pytest.raises(InputError, match="did you mean 'softmax'"):
+    with pytest.raises(InputError, match="'softmx'"):
         tiny.attention_maps(images, kind="softmx")
-    with pytest.raises(InputError, match="no per-head form"):
+    with pytest.raises(InputError, match="per_head"):
         tiny.attention_maps(images, kind="norm", per_head=True)
-    with pytest.raises(InputError, match="did you mean 'sdpa'"):
+    with pytest.raises(InputError, match="'spda'"):
         tiny.backend = "spda"
-    with pytest.raises(VecaError):
+    with pytest.raises(ConfigError, match="num_cors"):
         create_model("tiny", num_cors=3)
 
 

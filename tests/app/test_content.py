@@ -47,7 +47,7 @@ def test_bad_files_get_a_message_for_the_visitor(tmp_path, noise):
     noise(200, 200).save(large)
     limits = Limits(pixels=100 * 100)
     for path, reason in (
-        (text, "not an image"),
+        (text, "format"),
         (empty, "empty"),
         (cut, "decoded"),
         (large, "40,000 pixels"),
@@ -56,15 +56,15 @@ def test_bad_files_get_a_message_for_the_visitor(tmp_path, noise):
         with pytest.raises(ImageError) as error:
             content.open_photo(path, limits)
         message = str(error.value)
-        assert message.startswith(f"{path.name} cannot be used: ") and reason in message
-        assert str(tmp_path) not in message and message.endswith("a JPEG or a PNG.")
+        assert path.name in message and reason in message
+        assert str(tmp_path) not in message and "JPEG" in message.split(".")[-2]
         assert "bytes>" not in message and "on_error" not in message
 
 
 def test_files_that_are_too_large_are_not_read(tmp_path, noise):
     path = tmp_path / "p.png"
     noise().save(path)
-    with pytest.raises(ImageError, match=r"MiB, more than the 0 MiB"):
+    with pytest.raises(ImageError, match=r"p\.png.* 0 MiB"):
         content.open_photo(path, Limits(file_bytes=1000))
 
 
@@ -77,7 +77,7 @@ def test_large_and_small_photos(entry, size):
 
 def test_long_thin_photos_are_refused_when_they_would_be_too_many_patches(entry):
     strip = Photo("strip", Image.new("RGB", (4000, 20)))
-    with pytest.raises(ImageError, match="Choose a smaller size"):
+    with pytest.raises(ImageError, match="204,800 patches"):
         content.look(entry, strip, 512)
 
 

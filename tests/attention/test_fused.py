@@ -44,7 +44,7 @@ TOLERANCE = {
 }
 
 interpreted = pytest.mark.skipif(GPU, reason="small shapes are for the interpreter")
-gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
+needs_gpu = pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
 
 
 def test_the_interpreter_is_on_where_there_is_no_gpu():
@@ -526,7 +526,8 @@ def test_the_module_imports_without_triton():
 # -- on a GPU ------------------------------------------------------------------------------------
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("width", [32, 64, 128])
 @pytest.mark.parametrize("rotated", [False, True, "batch"])
 @pytest.mark.parametrize(
@@ -548,7 +549,8 @@ def test_gpu_bfloat16(batch, heads, patches, cores, width, rotated):
     compare(batch, heads, patches, cores, width, torch.bfloat16, rotated)
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize(
     ("dtype", "patches", "cores", "width", "rotated"),
     [
@@ -565,13 +567,15 @@ def test_gpu_dtypes(dtype, patches, cores, width, rotated):
     compare(2, 3, patches, cores, width, dtype, rotated)
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("layout", ["fused", "separate", "plain", "tokens first"])
 def test_gpu_layouts(layout):
     compare(2, 3, 200, 16, 64, torch.bfloat16, True, layout)
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_gpu_splits(splits, fused):
@@ -581,7 +585,8 @@ def test_gpu_splits(splits, fused):
     )  # fmt: skip
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_gpu_tables_in_bfloat16():
     q, k, v, tables, upstream = inputs(2, 3, 1000, 64, 64, torch.bfloat16, "batch")
     tables = [table.bfloat16() for table in tables]
@@ -589,7 +594,8 @@ def test_gpu_tables_in_bfloat16():
     check(got, wanted(q, k, v, tables, upstream, 64, 0.125), 1e-2)
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("cores", [64, 70])
 def test_gpu_large_logits_stay_finite(cores):
     q, k, v, tables, upstream = inputs(1, 3, 1000, cores, 64, torch.bfloat16, True, gain=50.0)
@@ -597,7 +603,8 @@ def test_gpu_large_logits_stay_finite(cores):
         assert tensor.isfinite().all()
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("cores", [8, 64, 130])
 def test_gpu_same_bits_twice(cores):
     args = (*inputs(1, 12, 4097, cores, 64, torch.bfloat16, True), cores, 0.125)
@@ -605,7 +612,8 @@ def test_gpu_same_bits_twice(cores):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@gpu
+@pytest.mark.gpu
+@needs_gpu
 def test_gpu_more_than_two_to_the_31_elements():
     """Only the far end is compared: that is where a 32-bit offset would go wrong."""
     far = torch.randn(2, 12, 1_500_000, 64, device=DEVICE, dtype=torch.bfloat16)

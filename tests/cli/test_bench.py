@@ -54,23 +54,23 @@ def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, mo
 
 
 @pytest.mark.parametrize(
-    ("args", "error", "message"),
+    ("args", "error", "noun"),
     [
-        (("smal",), ConfigError, "did you mean 'small'"),
-        (("tiny", "--sizes", "big"), InputError, "--sizes must be whole numbers"),
-        (("tiny", "--sizes", "100"), InputError, "multiples of the patch size"),
-        (("tiny", "--cores", "65"), InputError, "from 1 to 64"),
-        (("tiny", "--dtype", "float8"), InputError, "unknown dtype"),
+        (("smal",), ConfigError, "'smal'"),
+        (("tiny", "--sizes", "big"), InputError, "--sizes"),
+        (("tiny", "--sizes", "100"), InputError, r"\[100\]"),
+        (("tiny", "--cores", "65"), InputError, "cores"),
+        (("tiny", "--dtype", "float8"), InputError, "'float8'"),
         (("tiny", "--device", "abacus"), InputError, "abacus"),
     ],
 )
-def test_bad_input(run, tmp_path, args, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input(run, tmp_path, args, error, noun):
+    with pytest.raises(error, match=noun):
         run(*args, "--out", tmp_path / "b")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_measuring(run, tmp_path):
     (tmp_path / "b").write_text("a file")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="--out"):
         run("tiny", "--out", tmp_path / "b")

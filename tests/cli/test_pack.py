@@ -63,12 +63,12 @@ def test_files_that_are_no_images_are_counted(photos: Path, tmp_path: Path) -> N
 
 
 def test_bad_options_are_package_errors(photos: Path, tmp_path: Path) -> None:
-    for options, message in (
-        (("--size", "huge"), "'native'"),
-        (("--mode", "round"), "unknown mode"),
-        (("--shard-size", "x"), "64MiB"),
+    for options, noun in (
+        (("--size", "huge"), "--size"),
+        (("--mode", "round"), "'round'"),
+        (("--shard-size", "x"), "'x'"),
     ):
-        with pytest.raises(DataError, match=message):
+        with pytest.raises(DataError, match=noun):
             run(photos, "--out", tmp_path / "out", "--workers", 0, *options)
-    with pytest.raises(DataError, match="no such file or folder"):
+    with pytest.raises(DataError, match="nowhere"):
         run(tmp_path / "nowhere", "--out", tmp_path / "out")

@@ -173,37 +173,37 @@ def test_settings_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "noun"),
     [
-        ({"kind": "papper"}, "did you mean 'paper'"),
-        ({"kin": "rrc"}, "did you mean 'kind'"),
-        ({"resize": 0.9}, "at least 1"),
-        ({"flip": 2}, "0..1"),
-        ({"area": [0.5, 0.2]}, "rise"),
-        ({"area": 0.5}, "two numbers"),
-        ({"aspect": [0, 1]}, "above 0"),
-        ({"contrast": float("nan")}, "finite"),
-        ({"trivial": 1}, "true or false"),
+        ({"kind": "papper"}, "'papper'"),
+        ({"kin": "rrc"}, "'kin'"),
+        ({"resize": 0.9}, "resize"),
+        ({"flip": 2}, "flip"),
+        ({"area": [0.5, 0.2]}, r"area.*\(0\.5, 0\.2\)"),
+        ({"area": 0.5}, r"area.* 0\.5"),
+        ({"aspect": [0, 1]}, "aspect"),
+        ({"contrast": float("nan")}, "contrast"),
+        ({"trivial": 1}, "trivial"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_bad_settings_are_refused(settings: dict, noun: str) -> None:
+    with pytest.raises(DataError, match=noun):
         AugmentConfig.from_dict(settings)
 
 
 @pytest.mark.parametrize(
-    ("images", "keys", "size", "message"),
+    ("images", "keys", "size", "noun"),
     [
-        (torch.zeros(2, 1, 8, 8), [1, 2], 8, "expected \\[B, 3"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.int64), [1, 2], 8, "uint8 or float"),
-        (torch.zeros(2, 3, 8, 8), [1], 8, "one whole number per image"),
-        (torch.zeros(2, 3, 8, 8), [0.5, 1.0], 8, "whole number"),
-        (torch.zeros(2, 3, 8, 8), [1, 2], (8, 0), "at least 1"),
-        (torch.zeros(2, 3, 8, 8), [1, 2], (8, 8, 8), "height, width"),
+        (torch.zeros(2, 1, 8, 8), [1, 2], 8, r"\[2, 1, 8, 8\]"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.int64), [1, 2], 8, "int64"),
+        (torch.zeros(2, 3, 8, 8), [1], 8, r"keys.*\[1\]"),
+        (torch.zeros(2, 3, 8, 8), [0.5, 1.0], 8, "keys.*float64"),
+        (torch.zeros(2, 3, 8, 8), [1, 2], (8, 0), r"\(8, 0\)"),
+        (torch.zeros(2, 3, 8, 8), [1, 2], (8, 8, 8), r"\(8, 8, 8\)"),
     ],
 )
-def test_bad_input_is_refused(images, keys, size, message) -> None:
-    with pytest.raises(DataError, match=message):
+def test_bad_input_is_refused(images, keys, size, noun) -> None:
+    with pytest.raises(DataError, match=noun):
         Augmentation()(images, keys, size)
 
 

@@ -69,12 +69,12 @@ def test_another_source_or_a_damaged_file_is_built_again(tmp_path: Path) -> None
     source = open_source(make_folder(tmp_path / "photos", 4))
     path = tmp_path / "set.safetensors"
     InMemoryImages.build(source, size=16, workers=0, cache=path)
-    with pytest.raises(DataError, match="another size"):
+    with pytest.raises(DataError, match=r"\bsize\b.*16.*32"):
         InMemoryImages.load(path, size=32)
-    with pytest.raises(DataError, match="another mode"):
+    with pytest.raises(DataError, match=r"mode.*square.*squash"):
         InMemoryImages.load(path, mode="squash")
     other = open_source(make_folder(tmp_path / "others", 5))
-    with pytest.raises(DataError, match="another source"):
+    with pytest.raises(DataError, match="source"):
         InMemoryImages.load(path, source=other)
     assert len(InMemoryImages.build(other, size=16, workers=0, cache=path)) == 5
     whole = path.read_bytes()
@@ -84,7 +84,7 @@ def test_another_source_or_a_damaged_file_is_built_again(tmp_path: Path) -> None
             InMemoryImages.load(path)
         assert len(InMemoryImages.build(other, size=16, workers=0, cache=path)) == 5
         assert path.read_bytes() == whole
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"nowhere\.safetensors"):
         InMemoryImages.load(tmp_path / "nowhere.safetensors")
 
 
@@ -116,7 +116,7 @@ def test_too_many_bad_images_are_listed(tmp_path: Path) -> None:
     for name in ("0/003.png", "1/004.png"):
         (root / name).write_bytes(b"no image")
     source = open_source(root)
-    with pytest.raises(TooManyBadError, match=r"003\.png: .*004\.png: ") as caught:
+    with pytest.raises(TooManyBadError, match=r"003\.png.*004\.png") as caught:
         InMemoryImages.build(source, size=16, workers=0, cache=tmp_path / "kept")
     assert len(caught.value.bad) == 2
     assert not list((tmp_path / "kept").glob("*"))  # nothing half-written
@@ -126,7 +126,7 @@ def test_too_many_bad_images_are_listed(tmp_path: Path) -> None:
 def test_nothing_readable(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(b"no image")
-    with pytest.raises(DataError, match="no image of 1 can be read"):
+    with pytest.raises(DataError, match=r"a\.png"):
         InMemoryImages.build(open_source(tmp_path / "photos"), size=16, workers=0)
 
 
@@ -139,17 +139,17 @@ def test_files_that_vanished_are_bad_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "noun"),
     [
-        ({"size": 0}, "at least 1"),
-        ({"size": 16, "mode": "short"}, "squares"),
-        ({"size": 16, "mode": "crop"}, "unknown mode"),
-        ({"size": 16, "bad_limit": 2}, "0..1"),
+        ({"size": 0}, r"\bsize\b"),
+        ({"size": 16, "mode": "short"}, "squash"),
+        ({"size": 16, "mode": "crop"}, "'crop'"),
+        ({"size": 16, "bad_limit": 2}, "share"),
     ],
 )
-def test_bad_options_are_refused(tmp_path: Path, options: dict, message: str) -> None:
+def test_bad_options_are_refused(tmp_path: Path, options: dict, noun: str) -> None:
     (tmp_path / "a.png").write_bytes(encoded(picture(0)))
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=noun):
         InMemoryImages.build(open_source(tmp_path / "a.png"), workers=0, **options)
 
 

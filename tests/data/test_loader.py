@@ -155,7 +155,7 @@ def test_batches_of_varying_size_resume_by_sample(photos: Path) -> None:
         same(fresh.batch(step, size=size, batch_size=count), all_batches[step])
         same(again.batch(step, size=size, batch_size=count), all_batches[step])
         same(again.batch(step, size=size, batch_size=count), all_batches[step])  # asked twice
-    with pytest.raises(DataError, match="batch sizes varied"):
+    with pytest.raises(DataError, match="step 2"):
         made.batch(2)
 
 
@@ -182,11 +182,11 @@ def test_the_state_of_other_data_is_refused(photos: Path, tmp_path: Path, change
     else:
         (photos / "0" / "000.png").write_bytes(encoded(picture(99)))
         other = loader(photos, seed=1)
-    with pytest.raises(DataError, match="belongs to other data"):
+    with pytest.raises(DataError, match={"files": "fingerprint"}.get(change, change)):
         other.load_state_dict(state)
     other.load_state_dict({**state, "step": 3, "position": 24}, strict=False)
     assert other.step == 3
-    with pytest.raises(DataError, match="not a loader's state"):
+    with pytest.raises(DataError, match="state_dict"):
         other.load_state_dict({"step": 1})
 
 
@@ -261,7 +261,7 @@ def test_workers_report_bad_images_and_broken_shards(tmp_path: Path, photos: Pat
     broken = loader(shard, workers=1, batch_size=4)
     with shard.open("r+b") as file:
         file.truncate(3000)
-    with pytest.raises(DataError, match=r"s\.tar ends in the middle") as caught:
+    with pytest.raises(DataError, match=r"s\.tar") as caught:
         broken.batch()
     assert "Traceback" not in str(caught.value)
     broken.close()
@@ -295,7 +295,7 @@ def test_too_many_bad_images_stop_with_the_list(tmp_path: Path) -> None:
     for path in broken:
         path.write_bytes(b"broken")
     made = loader(photos, batch_size=20)
-    with pytest.raises(TooManyBadError, match=r"above the limit of 0\.01") as caught:
+    with pytest.raises(TooManyBadError, match=r"0\.01") as caught:
         for _ in range(12):
             made.batch()
     assert {name for name, _ in caught.value.bad} <= {str(path) for path in broken}
@@ -310,7 +310,7 @@ def test_nothing_readable_at_all_stops_at_once(photos: Path) -> None:
     made = loader(photos)
     for path in photos.rglob("*.png"):
         path.unlink()
-    with pytest.raises(DataError, match=r"in a row cannot be read.*no such file"):
+    with pytest.raises(DataError, match="11 images"):
         made.batch()
 
 
@@ -323,7 +323,7 @@ def test_the_limit_allows_for_chance() -> None:
     few = Faults(1000, on_bad=lambda *bad: None)
     few.note(900, [(f"{i}", "x") for i in range(10)])
     few.note(100, [("3", "again")])  # known already: 1 % exactly
-    with pytest.raises(TooManyBadError):
+    with pytest.raises(TooManyBadError, match="11 of 1000"):
         few.note(1, [("eleventh", "x")])
     single = Faults(20, on_bad=lambda *bad: None)
     single.note(20, [("one", "x")])
@@ -386,28 +386,28 @@ def test_a_sweep_visits_everything_once(photos: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "noun"),
     [
-        ({"batch_size": 7, "world_size": 2}, "does not split evenly among 2 ranks"),
-        ({"batch_size": 0}, "does not split"),
+        ({"batch_size": 7, "world_size": 2}, "batch of 7"),
+        ({"batch_size": 0}, "batch of 0"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
-        ({"size": 0}, "at least 1"),
+        ({"size": 0}, r"\bsize\b"),
         ({"prefetch": 0}, "prefetch"),
-        ({"subset": []}, "at least one"),
-        ({"subset": [22]}, "expected 0..21"),
-        ({"bad_limit": -1}, "0..1"),
+        ({"subset": []}, "subset"),
+        ({"subset": [22]}, r"subset.*22\.\.22"),
+        ({"bad_limit": -1}, "share"),
     ],
 )
-def test_bad_settings_are_refused(photos: Path, options: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_bad_settings_are_refused(photos: Path, options: dict, noun: str) -> None:
+    with pytest.raises(DataError, match=noun):
         loader(photos, **options)
 
 
 def test_bad_requests_are_refused(photos: Path) -> None:
     made = loader(photos, world_size=2)
-    with pytest.raises(DataError, match="multiple of 2"):
+    with pytest.raises(DataError, match="batch of 5"):
         made.batch(batch_size=5)
-    with pytest.raises(DataError, match="count from 0"):
+    with pytest.raises(DataError, match="steps"):
         made.batch(-1)
     assert made.step == 0
 
@@ -466,7 +466,7 @@ def test_the_choice_of_images_is_part_of_the_fingerprint(tmp_path: Path) -> None
         for subset in ([0, 1, 2], [0, 1, 3], None)
     )
     assert len({loader.fingerprint() for loader in (one, other, every)}) == 3
-    with pytest.raises(DataError, match="other data: its fingerprint"):
+    with pytest.raises(DataError, match="fingerprint"):
         other.load_state_dict(one.state_dict())
 
 
@@ -488,5 +488,5 @@ def test_few_epochs_are_kept_in_memory() -> None:
 def test_a_small_set_is_judged_when_all_of_it_was_read() -> None:
     faults = Faults(20)
     faults.note(10, [("a", "broken"), ("b", "broken")])
-    with pytest.raises(TooManyBadError, match="3 of 20 images"):
+    with pytest.raises(TooManyBadError, match="3 of 20"):
         faults.note(10, [("c", "broken")])

@@ -362,22 +362,22 @@ def test_resuming_is_exact(photos: Path, world: int) -> None:
 
 
 def test_what_leaves_one_without_a_partner_is_refused(photos: Path) -> None:
-    with pytest.raises(DataError, match=r"of 6 among 2 ranks leaves one .* multiple of 4, or"):
+    with pytest.raises(DataError, match=r"6 among 2 ranks.*multiple of 4"):
         loader(photos, batch_size=6, world_size=2)
-    with pytest.raises(DataError, match=r"of 7 leaves one .* multiple of 2, or set augment\.mix"):
+    with pytest.raises(DataError, match=r"batch of 7.*multiple of 2"):
         loader(photos, batch_size=7)
     made = loader(photos, world_size=2)
-    with pytest.raises(DataError, match="of 10 among 2 ranks"):
+    with pytest.raises(DataError, match="10 among 2 ranks"):
         made.batch(batch_size=10)
     assert made.step == 0
     planned = loader(photos, plan=lambda step: BatchPlan(batch_size=8 - step))
     planned.batch()
-    with pytest.raises(DataError, match="of 7 leaves"):
+    with pytest.raises(DataError, match="batch of 7"):
         planned.batch()
-    with pytest.raises(DataError, match="of 3 leaves one"):
+    with pytest.raises(DataError, match="batch of 3"):
         Augmentation(BOTH)(stack(3), KEYS[:3], 16)
     for settings in ({"mixup": 0.1}, {"cutmix": 0.1}):
-        with pytest.raises(DataError, match="in pairs"):
+        with pytest.raises(DataError, match="batch of 3"):
             loader(photos, batch_size=3, augment=AugmentConfig(**settings))
     loader(photos, batch_size=3, augment=AugmentConfig()).batch()
 
@@ -394,7 +394,7 @@ def test_a_sweep_mixes_pairs_or_says_it_cannot(photos: Path) -> None:
         parts = [list(rank.sweep())[step].pixels for rank in with_gaps[: 3 if step == 2 else 4]]
         torch.testing.assert_close(torch.cat(parts), whole.pixels, rtol=0, atol=1e-6)
     for rank in range(2):  # three and three
-        with pytest.raises(DataError, match="a batch of 6 among 2 ranks"):
+        with pytest.raises(DataError, match="6 among 2 ranks"):
             next(loader(photos, rank=rank, world_size=2).sweep())
 
 
@@ -413,19 +413,19 @@ def test_settings_survive_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "noun"),
     [
-        ({"mixup": -0.1}, r"augment\.mixup must lie in 0\.\.1; got -0\.1"),
-        ({"cutmix": 1.5}, r"augment\.cutmix must lie in 0\.\.1"),
-        ({"mixup": "often"}, r"augment\.mixup must be a finite number"),
-        ({"cutmix": True}, "finite number"),
-        ({"mixup": float("nan")}, "finite number"),
-        ({"mixup": 0.7, "cutmix": 0.5}, r"add up to at most 1.* got 0\.7 and 0\.5"),
-        ({"mixpu": 0.5}, "did you mean 'mixup'"),
+        ({"mixup": -0.1}, "mixup.* -0.1"),
+        ({"cutmix": 1.5}, "cutmix.* 1.5"),
+        ({"mixup": "often"}, "mixup.*'often'"),
+        ({"cutmix": True}, "cutmix.*True"),
+        ({"mixup": float("nan")}, "mixup.*nan"),
+        ({"mixup": 0.7, "cutmix": 0.5}, "mixup.*cutmix.*0.7 and 0.5"),
+        ({"mixpu": 0.5}, "'mixpu'"),
     ],
 )
-def test_bad_settings_are_refused(settings: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_bad_settings_are_refused(settings: dict, noun: str) -> None:
+    with pytest.raises(DataError, match=noun):
         AugmentConfig.from_dict(settings)
 
 

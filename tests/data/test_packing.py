@@ -175,22 +175,22 @@ def test_other_settings_or_another_source_are_refused(photos: Path, tmp_path: Pa
     out = tmp_path / "out"
     pack(photos, out, size=24, workers=0)
     wanted = content(out)
-    with pytest.raises(DataError, match=r"its quality \(75 then, 80 now\)"):
+    with pytest.raises(DataError, match=r"quality.*75.*80"):
         pack(photos, out, size=24, quality=80, workers=0)
-    with pytest.raises(DataError, match="its shard_size"):
+    with pytest.raises(DataError, match="shard_size"):
         pack(photos, out, size=24, per_shard=5, workers=0)
     (photos / "new.png").write_bytes(encoded(picture(1)))
-    with pytest.raises(DataError, match="the source has changed"):
+    with pytest.raises(DataError, match="source"):
         pack(photos, out, size=24, workers=0)
     (out / MANIFEST).write_text("{")
-    with pytest.raises(DataError, match=r"manifest\.json cannot be read"):
+    with pytest.raises(DataError, match=r"manifest\.json"):
         pack(photos, out, size=24, workers=0)
     (out / MANIFEST).write_bytes(wanted[MANIFEST])
     assert content(out) == wanted
     strange = tmp_path / "strange"
     strange.mkdir()
     (strange / "mine.tar").write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"already holds mine\.tar"):
+    with pytest.raises(DataError, match=r"mine\.tar"):
         pack(photos, strange, size=24, workers=0)
 
 
@@ -232,7 +232,7 @@ def test_an_outage_stops_instead_of_dropping_everything(tmp_path: Path) -> None:
     for path in hidden:
         path.unlink()
     out = tmp_path / "out"
-    with pytest.raises(DataError, match=r"100 images in a row .*no such file"):
+    with pytest.raises(DataError, match="100 images"):
         pack(source, out, size=8, per_shard=50, workers=0)
     for path, bytes_ in data.items():
         path.write_bytes(bytes_)
@@ -246,7 +246,7 @@ def test_an_empty_path_is_refused(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(OutputError, match="empty path"):
+    with pytest.raises(OutputError, match="''"):
         pack(photos, "", workers=0)
     assert not list((tmp_path / "here").iterdir())
 
@@ -254,14 +254,14 @@ def test_an_empty_path_is_refused(
 def test_nothing_readable(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "a.png").write_bytes(b"broken")
-    with pytest.raises(DataError, match="no image of 1 can be read"):
+    with pytest.raises(DataError, match=r"a\.png"):
         pack(tmp_path / "photos", tmp_path / "out", workers=0)
     assert not list((tmp_path / "out").glob("*.tar"))
 
 
 def test_a_folder_in_use_or_unwritable_is_refused(photos: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="File exists"):
         pack(photos, tmp_path / "file", workers=0)
     script = (
         "import fcntl, sys, time\n"
@@ -276,7 +276,7 @@ def test_a_folder_in_use_or_unwritable_is_refused(photos: Path, tmp_path: Path) 
         [sys.executable, "-c", script, str(out / ".pack.lock")], stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "locked\n"
-        with pytest.raises(OutputError, match="another process"):
+        with pytest.raises(OutputError, match="process"):
             pack(photos, out, size=24, workers=0)
         other.kill()
     assert pack(photos, out, size=24, workers=0).images == 40
@@ -295,7 +295,7 @@ def test_a_full_disk_keeps_what_is_packed(
         real(self, data)
 
     monkeypatch.setattr(packing._ShardWriter, "_write", full)
-    with pytest.raises(OutputError, match="free some space"):
+    with pytest.raises(OutputError, match="No space left"):
         pack(photos, tmp_path / "out", size=24, per_shard=10, workers=0)
     monkeypatch.undo()
     assert len(list((tmp_path / "out").glob("*.tar"))) == 2 and not list(
@@ -305,18 +305,18 @@ def test_a_full_disk_keeps_what_is_packed(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "noun"),
     [
-        ({"size": 0}, "at least 1"),
-        ({"mode": "crop"}, "unknown mode"),
-        ({"format": "jpg"}, "did you mean 'jpeg'"),
-        ({"quality": 0}, "1..100"),
-        ({"shard_size": "many"}, "64MiB"),
+        ({"size": 0}, r"\bsize\b"),
+        ({"mode": "crop"}, "'crop'"),
+        ({"format": "jpg"}, "'jpg'"),
+        ({"quality": 0}, "quality"),
+        ({"shard_size": "many"}, "'many'"),
         ({"per_shard": 0}, "per_shard"),
     ],
 )
-def test_bad_options_are_refused(photos: Path, tmp_path: Path, options: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_bad_options_are_refused(photos: Path, tmp_path: Path, options: dict, noun: str) -> None:
+    with pytest.raises(DataError, match=noun):
         pack(photos, tmp_path / "out", workers=0, **options)
     assert not (tmp_path / "out").exists()
 
@@ -325,7 +325,7 @@ def test_sizes_in_bytes() -> None:
     sizes = [parse_bytes(text) for text in (512, "1k", "64MiB", "1.5 GB", "2gib")]
     assert sizes == [512, 1000, 64 * 2**20, 1_500_000_000, 2 * 2**30]
     for text in ("", "-1", "MiB", "0", "1 parsec"):
-        with pytest.raises(DataError):
+        with pytest.raises(DataError, match=f"'{text}'"):
             parse_bytes(text)
 
 

@@ -56,7 +56,7 @@ def test_a_folder_a_pattern_and_braces(tmp_path: Path) -> None:
         names = [Path(source.name(i)).name for i in range(len(source))]
         assert names == ["10.jpg", "20.jpg", "21.jpg"]
         assert source.read(2) == b"1"
-    with pytest.raises(DataError, match=r"s-03\.tar: the shard cannot be read"):
+    with pytest.raises(DataError, match=r"s-03\.tar"):
         open_source(f"{tmp_path}/set/s-{{00..03}}.tar")
 
 
@@ -109,7 +109,7 @@ def test_a_shard_cut_short_is_refused_by_name(tmp_path: Path, left: int) -> None
 def test_a_shard_cut_between_members_is_refused_too(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", {f"{i}.jpg": b"x" * 500 for i in range(3)})
     path.write_bytes(path.read_bytes()[: 2 * 1024])
-    with pytest.raises(DataError, match="without its end mark"):
+    with pytest.raises(DataError, match="end mark"):
         open_source(path)
 
 
@@ -118,13 +118,13 @@ def test_a_shard_cut_short_while_in_use(tmp_path: Path) -> None:
     source = open_source(path)
     os.truncate(path, 1200)
     assert source.read(0) == b"x" * 500
-    with pytest.raises(DataError, match=r"a\.tar ends in the middle of 1\.jpg"):
+    with pytest.raises(DataError, match=r"a\.tar.*1\.jpg"):
         source.read(1)
 
 
 def test_other_unusable_shards(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", {"0.json": b"{}"})
-    with pytest.raises(DataError, match=r"no image in .*a\.tar"):
+    with pytest.raises(DataError, match=r"no image.*a\.tar"):
         open_source(path)
     path.write_bytes(gzip.compress(path.read_bytes()))
     with pytest.raises(DataError, match="compressed"):

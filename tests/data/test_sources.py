@@ -33,7 +33,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     done: list[Path] = []
     real = index_module._scan
     monkeypatch.setattr(
-        index_module, "_scan", lambda folder: (done.append(folder), real(folder))[1]
+        index_module, "_scan", lambda folder, *how: (done.append(folder), real(folder, *how))[1]
     )
     return done
 
@@ -198,31 +198,31 @@ def test_a_source_is_passed_through_and_travels_to_workers(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "noun"),
     [
-        (lambda p: p / "nowhere", "no such file or folder"),
-        (lambda p: p, "no image and no .tar shard in this folder"),
+        (lambda p: p / "nowhere", "nowhere"),
+        (lambda p: p, r"\.tar .*folder"),
         (lambda p: "", "empty path"),
-        (lambda p: [], "no images given"),
-        (lambda p: f"{p}/*.jpg", "matches this pattern"),
-        (lambda p: p / "list.txt", "none of the 2 files looked at exists"),
-        (lambda p: p / "empty.txt", "names no images"),
-        (lambda p: p / "binary.txt", "not UTF-8"),
-        (lambda p: p / "table.csv", "of this kind"),
-        (lambda p: p / "shard.tar.gz", "unpack"),
-        (lambda p: "https://example.org/photos.tar", "not from a network"),
-        (lambda p: [p / "gone.jpg"], "none of the 1 files"),
-        (lambda p: f"{p}/x-{{5..2}}.tar", "rising range"),
-        (lambda p: 7, "cannot read images from int"),
+        (lambda p: [], "^no images"),
+        (lambda p: f"{p}/*.jpg", r"\*\.jpg.*pattern"),
+        (lambda p: p / "list.txt", r"list\.txt.*2 files"),
+        (lambda p: p / "empty.txt", r"empty\.txt"),
+        (lambda p: p / "binary.txt", "UTF-8"),
+        (lambda p: p / "table.csv", r"table\.csv"),
+        (lambda p: p / "shard.tar.gz", r"shard\.tar\.gz.*compressed"),
+        (lambda p: "https://example.org/photos.tar", r"https://example\.org.*network"),
+        (lambda p: [p / "gone.jpg"], r"1 files.*gone\.jpg"),
+        (lambda p: f"{p}/x-{{5..2}}.tar", r"\{5\.\.2\}.*range"),
+        (lambda p: 7, r"\bint\b"),
     ],
 )
-def test_what_cannot_be_read_is_said(tmp_path: Path, make, message: str) -> None:
+def test_what_cannot_be_read_is_said(tmp_path: Path, make, noun: str) -> None:
     (tmp_path / "list.txt").write_text("a.jpg\nb.jpg\n")
     (tmp_path / "empty.txt").write_text("\n# nothing\n")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
     (tmp_path / "table.csv").write_text("a,b")
     (tmp_path / "shard.tar.gz").write_bytes(b"\x1f\x8b")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=noun):
         open_source(make(tmp_path))
 
 
@@ -233,7 +233,7 @@ def test_names_are_kept_to_the_letter() -> None:
     assert list(kept.pick([2, 0])) == [listed[2], listed[0]]
     with pytest.raises(IndexError):
         kept[5]
-    with pytest.raises(DataError, match="belong together"):
+    with pytest.raises(DataError, match="names"):
         Names(np.zeros(3, np.uint8), np.array([2]))
 
 

@@ -62,7 +62,7 @@ def test_a_full_disk_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch) ->
 
     monkeypatch.setattr("veca.weights.tensors.save_file", full)
     store.save(2, sections(2), {}, best=True)
-    with pytest.raises(OutputError, match=r"No space left.*free some space"):
+    with pytest.raises(OutputError, match="No space left"):
         store.wait()
     monkeypatch.undo()
     assert store.steps() == [1] and store.best_step() is None
@@ -81,7 +81,7 @@ def test_a_limit_of_the_system_is_an_error_too(tmp_path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, before[1]))
     try:
         store.save(2, sections(2, size=100_000), {}, best=False)
-        with pytest.raises(OutputError, match="cannot write"):
+        with pytest.raises(OutputError, match="step-00000002"):
             store.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -113,7 +113,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path) -> None:
     save(store, 5)
     path = store.path(5) / "student.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
-    with pytest.raises(DistillError, match=r"step-00000005 cannot be read.*older one"):
+    with pytest.raises(DistillError, match="step-00000005"):
         store.load()
 
 
@@ -122,7 +122,7 @@ def test_a_newer_format_is_refused(tmp_path) -> None:
     save(store, 5)
     about = store.path(5) / "about.json"
     about.write_text(json.dumps({**json.loads(about.read_text()), "format_version": 99}))
-    with pytest.raises(DistillError, match="format version 99"):
+    with pytest.raises(DistillError, match="version 99"):
         store.load()
 
 

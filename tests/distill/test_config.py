@@ -65,61 +65,58 @@ def test_a_teacher_can_be_named_without_a_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "noun"),
     [
-        ({"optimizer": {"lrr": 1.0}}, r"\[optimizer\] 'lrr'; did you mean 'lr'"),
-        ({"sed": 1}, "did you mean 'seed'"),
-        ({"data": {"augment": {"king": "rrc"}}}, "did you mean 'kind'"),
-        ({"teachers": [{"weight": 1.0}]}, "lacks the setting 'name'"),
-        ({"optimizer": {"lr": "fast"}}, "optimizer.lr must be a finite number"),
-        ({"optimizer": {"lr": True}}, "finite number"),
-        ({"schedule": {"batch": 0}}, "schedule.batch must be at least 1"),
-        ({"schedule": {"batch": 2.5}}, "whole number"),
-        ({"schedule": {"epochs": 3}}, "either steps or epochs, not both"),
-        ({"schedule": {"steps": 0}}, r"recipe \(--config\), .* or set schedule\.steps"),
-        ({"schedule": {"size": 0}}, "either size"),
-        ({"schedule": {"batch_by_size": {"big": 3}}}, "whole numbers as names"),
-        ({"optimizer": {"name": "muno"}}, "did you mean 'muon'"),
-        ({"precision": "fp8"}, "unknown precision"),
-        ({"parallel": "ddpp"}, "did you mean 'ddp'"),
-        ({"ema": 1.0}, "below 1"),
-        ({"optimizer": {"lr_min": 1.0}}, "is above optimizer.lr"),
-        ({"validation": {"every": 5}}, "nothing to validate on"),
-        ({"nested": {"budgets": 8}}, "must be a list"),
-        ({"student": {"compile": 1}}, "true or false"),
-        (
-            {"siblings": {"b": {"graphs": True, "gradient_checkpointing": True}}},
-            "siblings.b takes graphs or gradient_checkpointing, not both",
-        ),
-        ({"data": {"augment": {"area": [0.5, 2.0]}}}, "augment.area"),
+        ({"optimizer": {"lrr": 1.0}}, "'lr'"),
+        ({"sed": 1}, "'seed'"),
+        ({"data": {"augment": {"king": "rrc"}}}, "'kind'"),
+        ({"teachers": [{"weight": 1.0}]}, "'name'"),
+        ({"optimizer": {"lr": "fast"}}, r"optimizer\.lr .*'fast'"),
+        ({"optimizer": {"lr": True}}, r"optimizer\.lr .*True"),
+        ({"schedule": {"batch": 0}}, r"schedule\.batch .*\b0\b"),
+        ({"schedule": {"batch": 2.5}}, r"schedule\.batch .*2\.5"),
+        ({"schedule": {"epochs": 3}}, "steps or epochs"),
+        ({"schedule": {"steps": 0}}, "--config"),
+        ({"schedule": {"size": 0}}, "phases"),
+        ({"schedule": {"batch_by_size": {"big": 3}}}, "batch_by_size"),
+        ({"optimizer": {"name": "muno"}}, "'muon'"),
+        ({"precision": "fp8"}, "'fp8'"),
+        ({"parallel": "ddpp"}, "'ddp'"),
+        ({"ema": 1.0}, r"^ema\b"),
+        ({"optimizer": {"lr_min": 1.0}}, r"optimizer\.lr_min"),
+        ({"validation": {"every": 5}}, r"validation\.every"),
+        ({"nested": {"budgets": 8}}, r"nested\.budgets"),
+        ({"student": {"compile": 1}}, r"student\.compile"),
+        ({"siblings": {"b": {"graphs": True, "gradient_checkpointing": True}}}, r"siblings\.b"),
+        ({"data": {"augment": {"area": [0.5, 2.0]}}}, r"augment\.area"),
     ],
 )
-def test_what_is_wrong_is_said(changes: dict, words: str) -> None:
-    with pytest.raises(DistillError, match=words):
+def test_what_is_wrong_is_said(changes: dict, noun: str) -> None:
+    with pytest.raises(DistillError, match=noun):
         settings(**changes)
 
 
 @pytest.mark.parametrize(
-    ("assignment", "words"),
+    ("assignment", "noun"),
     [
         ("optimizer.lr", "section.name=value"),
-        ("optimizer.lr.fast=1", "one value"),
-        ("teachers.7.weight=1", "from 0 to 0"),
+        ("optimizer.lr.fast=1", "table"),
+        ("teachers.7.weight=1", r"teachers\.7"),
     ],
 )
-def test_overrides_that_say_nothing(tmp_path, assignment: str, words: str) -> None:
+def test_overrides_that_say_nothing(tmp_path, assignment: str, noun: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(settings().to_toml())
-    with pytest.raises(DistillError, match=words):
+    with pytest.raises(DistillError, match=noun):
         load_config(path, overrides=[assignment])
 
 
 def test_files_that_cannot_be_read(tmp_path) -> None:
-    with pytest.raises(DistillError, match="there is no settings file"):
+    with pytest.raises(DistillError, match=r"none\.toml"):
         load_config(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("a = = 1")
-    with pytest.raises(DistillError, match="not valid TOML"):
+    with pytest.raises(DistillError, match=r"bad\.toml"):
         load_config(tmp_path / "bad.toml")
     (tmp_path / "unknown.toml").write_text("seeed = 1")
-    with pytest.raises(DistillError, match=r"unknown\.toml: unknown setting 'seeed'"):
+    with pytest.raises(DistillError, match=r"unknown\.toml.*'seed'"):
         load_config(tmp_path / "unknown.toml")

@@ -54,7 +54,7 @@ def test_a_folder_with_a_broken_image(tmp_path, monkeypatch) -> None:
 def test_an_empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
     (tmp_path / "photos").mkdir()
-    with pytest.raises(DataError, match="no image"):
+    with pytest.raises(DataError, match="extensions"):
         distill(settings(data={"source": str(tmp_path / "photos")}), tmp_path / "run")
 
 
@@ -65,11 +65,11 @@ def test_how_many_bad_images_are_borne_is_a_setting(tmp_path, in_memory: bool) -
         path.write_bytes(b"no image")
     data = {"source": str(photos), "in_memory": in_memory, "memory_size": 32, "workers": 0}
     steps = {"steps": 8, "warmup": 0}
-    with pytest.raises(TooManyBadError, match=r"raise bad_limit .*data\.bad_limit"):
+    with pytest.raises(TooManyBadError, match=r"data\.bad_limit"):
         distill(settings(data=data, schedule=steps), tmp_path / "strict")
     data["bad_limit"] = 0.5
     assert distill(settings(data=data, schedule=steps), tmp_path / "run").stopped == "done"
-    with pytest.raises(DistillError, match="bad_limit is a share from 0 to 1, got 2"):
+    with pytest.raises(DistillError, match=r"data\.bad_limit"):
         settings(data={**data, "bad_limit": 2.0})
 
 

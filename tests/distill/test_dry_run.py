@@ -67,7 +67,7 @@ def test_the_command_runs_a_recipe_with_changes(tmp_path, capsys) -> None:
     assert len(read_metrics(tmp_path / "run")) == 3
     assert "the student is in" in capsys.readouterr().out
     assert veca.load(tmp_path / "run" / "final").config.num_cores == 8
-    with pytest.raises(DistillError, match="add --resume"):
+    with pytest.raises(DistillError, match="--resume"):
         command(config=path, data="photos:9", out=tmp_path / "run")
     command(config=path, data="photos:9", out=tmp_path / "run", resume=True)
     assert len(read_metrics(tmp_path / "run")) == 6

@@ -50,7 +50,7 @@ def test_results_go_into_the_card(stages, tmp_path, capsys) -> None:
         in (tmp_path / "ready" / "README.md").read_text()
     )
     assert main([*words, "--results", str(tmp_path / "none.md")]) != 0
-    assert "cannot read" in capsys.readouterr().err
+    assert "none.md" in capsys.readouterr().err
     # Where the weights lie, the card keeps what it says of them; over others it does not.
     ready = str(tmp_path / "ready")
     assert main([*words, "--results", str(tmp_path / "reached.md")]) == 0
@@ -110,7 +110,7 @@ def test_paths_of_elsewhere_are_cut_too(tmp_path) -> None:
 
 def test_a_folder_of_something_else_is_kept(stages, tmp_path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DistillError, match="not empty and holds no weights"):
+    with pytest.raises(DistillError, match="not empty"):
         publish(stages / "two" / "final", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

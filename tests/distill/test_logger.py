@@ -48,7 +48,7 @@ def test_steps_without_budgets_speak_of_none(tmp_path, capsys) -> None:
     log.close()
     assert "loss 1.0000  32 px" in capsys.readouterr().out
     meter.add(step(1), torch.tensor([math.nan]), torch.tensor(1.0))
-    with pytest.raises(DivergedError, match=r"at step 2 \(32 px"):
+    with pytest.raises(DivergedError, match="step 2"):
         meter.flush()
 
 
@@ -59,7 +59,7 @@ def test_meter_names_the_step_that_diverged(where: str) -> None:
         bad = math.nan if i == 1 else 1.0
         loss, norm = (bad, 1.0) if where == "loss" else (1.0, bad)
         meter.add(step(i), torch.tensor([loss]), torch.tensor(norm))
-    with pytest.raises(DivergedError, match=f"{where}.*nan at step 2") as caught:
+    with pytest.raises(DivergedError, match=f"{where}.*step 2") as caught:
         meter.flush()
     assert [r["step"] for r in caught.value.records] == [1]
 
@@ -121,7 +121,7 @@ def test_tensorboard_where_it_is_installed(tmp_path) -> None:
 
 def test_wandb_is_asked_for_by_name(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingExtraError, match="pip install wandb"):
+    with pytest.raises(MissingExtraError, match="wandb"):
         RunLogger(tmp_path, steps=3, wandb="project")
     assert list(tmp_path.iterdir()) == []
 
@@ -165,7 +165,7 @@ def test_code_version_names_the_source() -> None:
 
 
 def test_no_run_no_metrics(tmp_path) -> None:
-    with pytest.raises(DistillError, match=r"is .* a run"):
+    with pytest.raises(DistillError, match=r"metrics\.jsonl"):
         read_metrics(tmp_path / "none")
 
 

@@ -41,7 +41,7 @@ from veca.distill.parallel import World
 from veca.distill.samples import filter_teacher
 from veca.distill.schedule import BudgetSampler, Phase, SizeSchedule, TrainingPlan
 from veca.distill.validate import mean_loss
-from veca.errors import OutputError, VecaError
+from veca.errors import ConfigError, OutputError
 from veca.teachers import CallableTeacher, TeacherError, read_dense_vit
 from veca.weights import read_provenance
 
@@ -81,7 +81,7 @@ def test_training_can_go_on_from_before_the_cool_down(tmp_path) -> None:
     rates = [record["lr"] for record in records]
     assert rates[1:6] == [2e-3] * 5 and rates[5] > rates[6] > rates[7]
     assert CheckpointStore(tmp_path / "run").steps() == [5, 8]
-    with pytest.raises(DistillError, match=r"cooling down since step 5 of 8.*which=5"):
+    with pytest.raises(DistillError, match="which=5"):
         run(tmp_path / "run", resume=True, **{**changes, "schedule": {"steps": 16, "cooldown": 3}})
     assert CheckpointStore(tmp_path / "run").steps() == [5, 8]
     trunk = export_checkpoint(tmp_path / "run", tmp_path / "trunk", which=5)
@@ -173,7 +173,7 @@ def test_a_checkpoint_becomes_weights(finished, tmp_path) -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
     export_checkpoint(finished[0], tmp_path / "early", which=2)
     assert read_provenance(tmp_path / "early")["complete"] is False
-    with pytest.raises(DistillError, match="no checkpoint 77"):
+    with pytest.raises(DistillError, match="77"):
         export_checkpoint(finished[0], tmp_path / "x", which=77)
     with pytest.raises(DistillError, match="no checkpoints"):
         export_checkpoint(tmp_path, tmp_path / "x")
@@ -198,7 +198,7 @@ def test_stopped_by_a_signal_it_goes_on_exactly(finished, tmp_path, monkeypatch,
     result = distill(settings(**changes), tmp_path / "run")
     assert (result.stopped, result.step) == ("signal", 4)
     said = capfd.readouterr().err
-    assert said.count("asked to stop: the run ends cleanly within 3 steps; the same signal") == 1
+    assert said.count("asked to stop") == 1
     assert signal.getsignal(signal.SIGTERM) is before
     assert read_provenance(result.final)["complete"] is False
     monkeypatch.undo()
@@ -255,7 +255,7 @@ def test_a_diverged_run_says_where_and_keeps_the_last_good_checkpoint(finished, 
 
     teacher = CallableTeacher(Breaks(), width=3, stride=16, name="breaks")
     config = settings(teachers=[], checkpoint={"every": 2}, schedule={"steps": 8})
-    with pytest.raises(DivergedError, match=r"nan at step 6 .*checkpoint, of step 4, is kept"):
+    with pytest.raises(DivergedError, match=r"step 6\b.*step 4\b"):
         distill(config, tmp_path / "run", teachers=[teacher])
     assert CheckpointStore(tmp_path / "run").steps() == [4]
     assert [r["step"] for r in read_metrics(tmp_path / "run")] == [1, 2, 3, 4, 5]
@@ -360,7 +360,7 @@ def test_stored_weights_without_the_augmentation_of_coordinates(tmp_path, dense)
     final = distill(again, tmp_path / "2").final
     config = read_dense_vit(final)[0].config if dense else veca.load(final).config
     assert (config.rope_rescale, config.rope_shift) == (1.0, 0.0)
-    with pytest.raises(DistillError, match="cannot change depth"):
+    with pytest.raises(DistillError, match="depth"):
         distill(settings(student={**base, "config": {"depth": 3}}), tmp_path / "3")
 
 
@@ -464,13 +464,13 @@ def test_a_scale_of_another_global_size_is_refused(tmp_path) -> None:
     other = {**table, "global_size": 50}  # 48 is the nearest it takes
     student = {"preset": "", "config": {}, "init": str(result.final)}
     again = settings(teachers=[other], student=student)
-    with pytest.raises(DistillError, match="at global_size 0, here it is 48"):
+    with pytest.raises(DistillError, match=r"global_size.*statistics"):
         distill(again, tmp_path / "2", teachers=[teacher()])
     plain = settings(teachers=[{**table, "standardise": False}], schedule={"steps": 4, "warmup": 0})
-    with pytest.raises(DistillError, match=r"standardised teachers \['colours'\], here it is \[\]"):
+    with pytest.raises(DistillError, match="standardised"):
         distill(plain, tmp_path / "1", teachers=[teacher()], resume=True)
     longer = settings(teachers=[other], schedule={"steps": 4, "warmup": 0})
-    with pytest.raises(DistillError, match="colours's global_size 0, here it is 48"):
+    with pytest.raises(DistillError, match=r"global_size.*--out"):
         distill(longer, tmp_path / "1", teachers=[teacher()], resume=True)
     given = {**other, "statistics": str(result.final)}
     distill(
@@ -484,43 +484,43 @@ def test_a_scale_of_another_global_size_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"),
+    ("changes", "kind", "noun"),
     [
-        ({"data": {"source": ""}}, DistillError, "no images to train on"),
-        ({"data": {"source": "no/such/folder"}}, DataError, "no such file or folder"),
-        ({"data": {"source": "photos:many"}}, DistillError, "photos:200"),
-        ({"data": {"hold_out": 24}}, DataError, "cannot hold out 24 of 24"),
-        (
-            {"data": {"hold_out": 32}},
-            DataError,
-            r"data\.hold_out: .* between 1 and 23\. .*--set data\.hold_out=N",
-        ),
-        ({"teachers": []}, DistillError, "no teacher"),
-        ({"teachers": [{"name": "dinov33-vitb16"}]}, VecaError, "did you mean 'dinov3-vitb16'"),
-        ({"teachers": [{"name": "filters", "kl": 1.0}]}, DistillError, "no classifier"),
-        ({"teachers": [{"name": "filters", "dtype": "int8"}]}, DistillError, "unknown dtype"),
-        ({"teachers": [{"name": "filters"}] * 2}, DistillError, "different names"),
-        ({"schedule": {"size": 40}}, DistillError, "multiples of the patch size 16, got 40"),
-        ({"nested": {"budgets": [4, 9]}}, DistillError, "from 1 to 8"),
-        ({"device": "cuda:9"}, DistillError, "cannot be used here"),
+        ({"data": {"source": ""}}, DistillError, r"data\.source"),
+        ({"data": {"source": "no/such/folder"}}, DataError, "no/such/folder"),
+        ({"data": {"source": "photos:many"}}, DistillError, "photos:many"),
+        ({"data": {"hold_out": 24}}, DataError, "24 of 24"),
+        ({"data": {"hold_out": 32}}, DataError, r"32 of 24.*--set data\.hold_out"),
+        ({"teachers": []}, DistillError, "--teacher"),
+        ({"teachers": [{"name": "dinov33-vitb16"}]}, TeacherError, "'dinov3-vitb16'"),
+        ({"teachers": [{"name": "filters", "kl": 1.0}]}, DistillError, r"\bkl\b"),
+        ({"teachers": [{"name": "filters", "dtype": "int8"}]}, DistillError, "'int8'"),
+        ({"teachers": [{"name": "filters"}] * 2}, DistillError, "filters, filters"),
+        ({"schedule": {"size": 40}}, DistillError, r"patch size.*\b40\b"),
+        ({"nested": {"budgets": [4, 9]}}, DistillError, r"\[4, 9\]"),
+        ({"device": "cuda:9"}, DistillError, "'cuda:9'"),
         ({"parallel": "ddp"}, DistillError, "torchrun"),
-        ({"student": {"preset": "tinny"}}, VecaError, "did you mean 'tiny'"),
-        ({"student": {"preset": "tiny", "config": {"output_width": 7}}}, DistillError, "7 wide"),
+        ({"student": {"preset": "tinny"}}, ConfigError, "'tiny'"),
+        (
+            {"student": {"preset": "tiny", "config": {"output_width": 7}}},
+            DistillError,
+            "output_width",
+        ),
         (
             {"validation": {"budgets": [99]}, "data": {"hold_out": 3}},
             DistillError,
-            "validation.budgets must be from 1 to 8",
+            r"validation\.budgets",
         ),
         (
             {"schedule": {"steps": 0, "epochs": 1, "size": 0, "batch_by_size": {"48": 2},
                           "phases": [{"draw": {"32": 1, "48": 1}}]}},
             DistillError,
-            "epochs need one batch",
+            "epochs",
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_said_before_it_starts(tmp_path, changes, kind, words) -> None:
-    with pytest.raises(kind, match=words):
+def test_what_cannot_work_is_said_before_it_starts(tmp_path, changes, kind, noun) -> None:
+    with pytest.raises(kind, match=noun):
         distill(settings(**changes), tmp_path / "runs" / "first")
     assert list(tmp_path.iterdir()) == []
 
@@ -530,42 +530,43 @@ def test_a_teacher_that_is_refused_is_said(tmp_path, monkeypatch) -> None:
         raise TeacherError(f"{spec} is gated; accept its licence on the hub and log in.")
 
     monkeypatch.setattr("veca.teachers.load_teacher", gated)
-    with pytest.raises(TeacherError, match="accept its licence"):
+    with pytest.raises(TeacherError, match="gated"):
         distill(settings(teachers=[{"name": "dinov3-vitb16"}]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_size_that_no_teacher_can_see(tmp_path) -> None:
     teacher = CallableTeacher(Colours(), width=3, stride=16, name="t", sizes=[(48, 48)])
-    with pytest.raises(TeacherError, match="does not fall on a grid of 2 x 2"):
+    with pytest.raises(TeacherError, match="grid of 2 x 2"):
         distill(settings(teachers=[]), tmp_path, teachers=[teacher])
 
 
 def test_a_run_is_not_overwritten_by_accident(finished) -> None:
-    with pytest.raises(DistillError, match="got to step 8; add --resume"):
+    with pytest.raises(DistillError, match="--resume"):
         distill(settings(**finished[1]), finished[0])
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "kind", "noun"),
     [
         (
             {"student": {"config": {"depth": 3, "width": 32, "heads": 2, "num_cores": 8}}},
-            "another architecture: its depth is 2, here it is 3",
+            DistillError,
+            "depth",
         ),
-        ({"optimizer": {"name": "adamw"}}, "made with optimizer 'normuon'"),
-        ({"seed": 3}, "made with seed 0"),
-        ({"data": {"source": "photos:25", "hold_out": 7}}, "other data"),
+        ({"optimizer": {"name": "adamw"}}, DistillError, "'normuon'"),
+        ({"seed": 3}, DistillError, "seed"),
+        ({"data": {"source": "photos:25", "hold_out": 7}}, DataError, "samples"),
     ],
 )
-def test_resuming_something_else_is_refused(finished, changes: dict, words: str) -> None:
-    with pytest.raises(VecaError, match=words):
+def test_resuming_something_else_is_refused(finished, changes: dict, kind, noun: str) -> None:
+    with pytest.raises(kind, match=noun):
         distill(settings(**{**finished[1], **changes}), finished[0], resume=True)
 
 
 def test_a_place_that_cannot_be_written(tmp_path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DistillError, match="cannot write to"):
+    with pytest.raises(DistillError, match="file/run"):
         distill(settings(), tmp_path / "file" / "run")
 
 

@@ -165,14 +165,14 @@ def test_settings_there_and_back(tmp_path) -> None:
     assert load_config(path).data.augment == AugmentConfig("rrc", area=(0.25, 1.0), mixup=0.5)
     changed = load_config(path, overrides=["data.augment.mixup=0.25", "data.augment.cutmix=0.75"])
     assert (changed.data.augment.mixup, changed.data.augment.cutmix) == (0.25, 0.75)
-    with pytest.raises(DistillError, match="add up to at most 1"):
+    with pytest.raises(DistillError, match=r"augment\.mixup.*augment\.cutmix"):
         load_config(path, overrides=["data.augment.cutmix=0.75"])
-    with pytest.raises(DistillError, match=r"data\.augment\.mixup must be a finite number"):
+    with pytest.raises(DistillError, match="'often'"):
         load_config(path, overrides=["data.augment.mixup=often"])
 
 
 def test_an_odd_batch_is_refused_before_it_starts(tmp_path) -> None:
-    with pytest.raises(DataError, match=r"of 3 leaves one without a partner; .* a multiple"):
+    with pytest.raises(DataError, match="batch of 3"):
         distill(settings(schedule={"batch": 3}, **MIXED), tmp_path / "run")
     assert not (tmp_path / "run" / "run.json").exists()
     distill(settings(schedule={"batch": 3, "steps": 1, "warmup": 0}), tmp_path / "run")

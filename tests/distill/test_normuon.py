@@ -165,7 +165,7 @@ def test_it_descends_a_quadratic() -> None:
 
 
 def test_only_matrices_are_taken() -> None:
-    with pytest.raises(DistillError, match="2D weights only"):
+    with pytest.raises(DistillError, match="2D"):
         NorMuon([torch.nn.Parameter(torch.zeros(3))])
-    with pytest.raises(DistillError, match="mu must be"):
+    with pytest.raises(DistillError, match=r"\bmu\b"):
         NorMuon([torch.nn.Parameter(torch.zeros(3, 3))], mu=1.0)

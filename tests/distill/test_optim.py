@@ -68,7 +68,7 @@ def test_adamw_at_a_rate_of_its_own() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(DistillError, match="unknown optimiser 'sgd'"):
+    with pytest.raises(DistillError, match="'sgd'"):
         Optimizers(make_student(), name="sgd")
 
 
@@ -133,7 +133,7 @@ def test_states_go_by_name_and_come_back(name: str) -> None:
 
 
 def test_states_of_another_model_are_refused() -> None:
-    with pytest.raises(DistillError, match="another architecture"):
+    with pytest.raises(DistillError, match=r"\(nothing\)"):
         Optimizers(make_student()).load_state_tensors({"nothing/step": torch.zeros(1)}, shard)
 
 

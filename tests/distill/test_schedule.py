@@ -50,7 +50,7 @@ def test_with_a_cool_down_it_stays_up_and_comes_down_in_a_line() -> None:
 def test_a_cool_down_has_to_fit() -> None:
     sizes, budgets = SizeSchedule([Phase({256: 1.0})], 8), BudgetSampler(64)
     for warmup, cooldown in ((10, 95), (0, 100)):  # the last leaves nothing to go on from
-        with pytest.raises(DistillError, match=f"cool-down of {cooldown} do not fit into 100"):
+        with pytest.raises(DistillError, match=f"cool-down of {cooldown}"):
             TrainingPlan(
                 sizes, budgets, steps=100, warmup=warmup, lr=1.0, lr_min=0.1, cooldown=cooldown
             )
@@ -90,21 +90,21 @@ def test_a_size_depends_on_seed_and_step_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phases", "words"),
+    ("phases", "noun"),
     [
-        ([], "at least one phase"),
-        ([Phase({256: 1.0}), Phase({384: 1.0})], "until"),
-        ([Phase({256: 1.0}, until=9), Phase({384: 1.0}, until=5), Phase({8: 1.0})], "in order"),
-        ([Phase({256: 0.0})], "not all 0"),
+        ([], "one phase"),
+        ([Phase({256: 1.0}), Phase({384: 1.0})], r"\[None\]"),
+        ([Phase({256: 1.0}, until=9), Phase({384: 1.0}, until=5), Phase({8: 1.0})], r"\[9, 5\]"),
+        ([Phase({256: 0.0})], r"\{256: 0\.0\}"),
     ],
 )
-def test_phases_that_make_no_sense_are_refused(phases: list, words: str) -> None:
-    with pytest.raises(DistillError, match=words):
+def test_phases_that_make_no_sense_are_refused(phases: list, noun: str) -> None:
+    with pytest.raises(DistillError, match=noun):
         SizeSchedule(phases, 8)
 
 
 def test_a_batch_for_a_size_that_never_comes_is_refused() -> None:
-    with pytest.raises(DistillError, match="no phase draws"):
+    with pytest.raises(DistillError, match=r"\[384\]"):
         SizeSchedule([Phase({256: 1.0})], 8, {384: 4})
 
 
@@ -192,22 +192,25 @@ def test_every_step_may_train_fixed_budgets_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "noun"),
     [
-        ({"budgets": (8, 80)}, "from 1 to 64"),
-        ({"budgets": (16, 8)}, "increasing"),
-        ({"budgets": (0, 8)}, "from 1 to 64"),
-        ({"budgets": (8, 16), "weights": (1,)}, "2 numbers"),
-        ({"budgets": (8, 16), "weights": (0, 0)}, "not all 0"),
-        ({"budgets": (8, 16), "per_step": 3}, "from 1 to 2"),
-        ({"always": (8, 16)}, "from 2 to 8"),
-        ({"always": (12,), "per_step": 2}, "different ones of"),
-        ({"always": (8, 8), "per_step": 2}, "different ones of"),
-        ({"budgets": (8, 16), "weights": (0, 1), "always": (16,), "per_step": 2}, "from 1 to 1"),
+        ({"budgets": (8, 80)}, r"\[8, 80\]"),
+        ({"budgets": (16, 8)}, r"\[16, 8\]"),
+        ({"budgets": (0, 8)}, r"\[0, 8\]"),
+        ({"budgets": (8, 16), "weights": (1,)}, r"weights.*\[1\.0\]"),
+        ({"budgets": (8, 16), "weights": (0, 0)}, r"weights.*\[0\.0, 0\.0\]"),
+        ({"budgets": (8, 16), "per_step": 3}, "per step.*3"),
+        ({"always": (8, 16)}, "per step.*2 to 8"),
+        ({"always": (12,), "per_step": 2}, r"\[12\]"),
+        ({"always": (8, 8), "per_step": 2}, r"\[8, 8\]"),
+        (
+            {"budgets": (8, 16), "weights": (0, 1), "always": (16,), "per_step": 2},
+            "per step.*1 to 1",
+        ),
     ],
 )
-def test_budgets_that_make_no_sense_are_refused(arguments: dict, words: str) -> None:
-    with pytest.raises(DistillError, match=words):
+def test_budgets_that_make_no_sense_are_refused(arguments: dict, noun: str) -> None:
+    with pytest.raises(DistillError, match=noun):
         BudgetSampler(64, **arguments)
 
 

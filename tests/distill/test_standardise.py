@@ -58,13 +58,13 @@ def test_file_there_and_back(tmp_path) -> None:
 
 def test_targets_that_do_not_fit_are_refused(tmp_path) -> None:
     save_targets({"a": statistics(torch.randn(9, 4), torch.randn(9, 4))}, tmp_path)
-    with pytest.raises(DistillError, match="no targets of teacher 'b'"):
+    with pytest.raises(DistillError, match="'b'"):
         find_targets(["b"], [(4, 4)], tmp_path)
-    with pytest.raises(DistillError, match="wide"):
+    with pytest.raises(DistillError, match=r"\(5, 5\)"):
         find_targets(["a"], [(5, 5)], tmp_path)
-    with pytest.raises(DistillError, match="cannot read"):
+    with pytest.raises(DistillError, match="/none"):
         load_targets(tmp_path / "none")
-    with pytest.raises(DistillError, match="no features"):
+    with pytest.raises(DistillError, match="features"):
         RunningMoments().moments()
 
 

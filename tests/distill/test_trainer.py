@@ -87,7 +87,7 @@ def test_a_sibling_at_another_learning_rate(tmp_path) -> None:
     assert curve(records) != curve(alone)
     assert read_provenance(tmp_path / "both" / "siblings" / "twin")["lr_scales"] == [2.0, 2.0]
     assert read_provenance(tmp_path / "both" / "final")["lr_scales"] == [1.0, 1.0]
-    with pytest.raises(DistillError, match=r"siblings\.twin\.lr_scale must be at least 0"):
+    with pytest.raises(DistillError, match=r"siblings\.twin\.lr_scale"):
         settings(siblings={"twin": {**twin, "lr_scale": -1.0}})
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_holds_them_all(family, tmp_path) -> None:
     whole = veca.load(out / "siblings" / "smaller").state_dict()
     export_checkpoint(out, tmp_path / "x", which="last", student="smaller")
     assert all(torch.equal(t, whole[n]) for n, t in veca.load(tmp_path / "x").state_dict().items())
-    with pytest.raises(DistillError, match=r"no sibling .*smaller"):
+    with pytest.raises(DistillError, match=r"'smalle'.*'smaller'"):
         export_checkpoint(out, tmp_path / "y", which="last", student="smalle")
 
 
@@ -120,10 +120,10 @@ def test_goes_on_exactly(family, tmp_path) -> None:
     first = settings(**settings_).replace(max_minutes=1e-9)
     assert distill(first, out).step < 6
     assert curve(run(out, resume=True, **settings_)) == curve(records)
-    with pytest.raises(DistillError, match="made with siblings"):
+    with pytest.raises(DistillError, match="siblings"):
         run(out, resume=True, **{**settings_, "siblings": {"smaller": SMALLER}})
     other = {**SMALLER, "config": {**SMALLER["config"], "depth": 2}}
-    with pytest.raises(DistillError, match="another architecture: its depth is 1"):
+    with pytest.raises(DistillError, match="depth"):
         run(out, resume=True, **{**settings_, "siblings": {**BOTH, "smaller": other}})
 
 
@@ -136,16 +136,16 @@ def test_a_dense_student_starts_from_a_dense_one(family, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("siblings", "message"),
+    ("siblings", "noun"),
     [
-        ({"a/b": SMALLER}, "letters, digits"),
-        ({"x": {**SMALLER, "config": {**SMALLER["config"], "patch_size": 8}}}, "the same grid"),
-        ({"x": {**SMALLER, "config": {**SMALLER["config"], "num_cores": 4}}}, "x has 4 cores"),
-        ({"x": {**DENSE, "gradient_checkpointing": True}}, "not for a dense student"),
+        ({"a/b": SMALLER}, "'a/b'"),
+        ({"x": {**SMALLER, "config": {**SMALLER["config"], "patch_size": 8}}}, "patches of 8"),
+        ({"x": {**SMALLER, "config": {**SMALLER["config"], "num_cores": 4}}}, "4 cores"),
+        ({"x": {**DENSE, "gradient_checkpointing": True}}, "gradient_checkpointing"),
     ],
 )
-def test_what_is_refused(siblings, message, tmp_path) -> None:
-    with pytest.raises(DistillError, match=message):
+def test_what_is_refused(siblings, noun, tmp_path) -> None:
+    with pytest.raises(DistillError, match=noun):
         run(tmp_path / "run", siblings=siblings)
 
 

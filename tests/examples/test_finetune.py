@@ -174,9 +174,13 @@ def test_segmenter_predicts_cells_where_their_pixels_are(example):
 
 def test_bad_input_is_one_line(example, pets, tmp_path, monkeypatch):
     module = example("finetune_classification")
-    for wrong in (["--weights", "nowhere/at-all"], ["--size", "100"], ["--data", str(tmp_path)]):
+    for wrong, error, noun in (
+        (["--weights", "nowhere/at-all"], veca.errors.WeightsError, "nowhere/at-all"),
+        (["--size", "100"], veca.VecaError, "--size"),
+        (["--data", str(tmp_path)], veca.errors.DatasetError, "'oxford-pets'"),
+    ):
         args = _options(pets, "fresh:tiny", tmp_path / "out")
-        with pytest.raises(veca.VecaError) as caught:
+        with pytest.raises(error, match=noun) as caught:
             module.main([*args, "--steps", "1", *wrong])
         assert "\n" not in str(caught.value)
     monkeypatch.setattr(sys, "argv", ["finetune_classification.py", "--data", str(tmp_path)])

@@ -16,42 +16,40 @@ from veca.export.graph import frozen_copy
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "noun"),
     [
-        ({"to": "onx"}, "unknown export format 'onx'; did you mean 'onnx'"),
-        ({"dtype": "bfloat16"}, "unknown dtype 'bfloat16'"),
-        ({"cores": 9}, "from 1 to 8"),
-        ({"cores": [4, 0]}, "from 1 to 8"),
-        ({"cores": "some"}, "from 1 to 8, or 'any'; got 'some'"),
+        ({"to": "onx"}, "'onx'"),
+        ({"dtype": "bfloat16"}, "'bfloat16'"),
+        ({"cores": 9}, "cores.* 9"),
+        ({"cores": [4, 0]}, "cores.* 0"),
+        ({"cores": "some"}, "'some'"),
         ({"cores": []}, "cores is empty"),
-        ({"size": (64, 50)}, "multiples of the patch size 16, got 64 x 50"),
-        ({"check_sizes": [(8, 64)]}, "multiples of the patch size 16, got 8 x 64"),
-        ({"name": "../up"}, "name must be of letters"),
+        ({"size": (64, 50)}, "64 x 50"),
+        ({"check_sizes": [(8, 64)]}, "8 x 64"),
+        ({"name": "../up"}, r"'\.\./up'"),
     ],
 )
-def test_bad_requests_are_refused_before_any_work(tiny, tmp_path, options, message):
-    with pytest.raises(InputError, match=message):
+def test_bad_requests_are_refused_before_any_work(tiny, tmp_path, options, noun):
+    with pytest.raises(InputError, match=noun):
         export_model(tiny, tmp_path / "out", **{"to": "torch-export", **options})
     assert not (tmp_path / "out").exists()
 
 
 def test_only_models_are_exported(tmp_path):
-    with pytest.raises(InputError, match="takes a Veca model, got Linear"):
+    with pytest.raises(InputError, match="Linear"):
         export_model(torch.nn.Linear(2, 2), tmp_path)
 
 
 def test_an_empty_path_is_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="empty path"):
+    with pytest.raises(OutputError, match="''"):
         export_model(tiny, "", to="torch-export")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written(tiny, tmp_path):
     (tmp_path / "file").write_text("here")
-    with pytest.raises(
-        OutputError, match=r"cannot write \S+/file/out \(.*; .* choose another name"
-    ):
+    with pytest.raises(OutputError, match="file/out"):
         export_model(tiny, tmp_path / "file" / "out", to="torch-export")
 
 
@@ -61,13 +59,13 @@ def test_a_missing_extra_is_named(tiny, tmp_path, monkeypatch, name):
         if module != name:
             monkeypatch.setitem(sys.modules, module, sys)  # any module will do
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=rf"needs {name}, .* pip install 'veca\[export\]'"):
+    with pytest.raises(MissingExtraError, match=rf"\b{name}\b.*veca\[export\]"):
         export_model(tiny, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_no_onnx_file_holds(monkeypatch):
-    with pytest.raises(ExportError, match=r"take 3\.0 GB.*export as float16, or to torch-export"):
+    with pytest.raises(ExportError, match=r"3\.0 GB"):
         onnx_file.check_fits(3 * 10**9)
     onnx_file.check_fits(1_300_000_000)  # the large preset
 
@@ -80,7 +78,7 @@ def test_a_file_that_differs_is_not_kept(tmp_path, monkeypatch):
     report.write_text("{}")
     really = verify._difference
     monkeypatch.setattr(verify, "_difference", lambda a, b: really(a, b) + 2e-3)
-    with pytest.raises(ExportError, match=r"veca_cores4\.pt2 is not kept: .* differ .* by 0\.002"):
+    with pytest.raises(ExportError, match=r"veca_cores4\.pt2.* 0\.002"):
         export_model(shallow, tmp_path, to="torch-export", cores=4, check_sizes=[(32, 32)])
     assert sorted(p.name for p in tmp_path.iterdir()) == [old.name, report.name]
     assert old.read_bytes() == b"old"
@@ -107,7 +105,7 @@ def test_the_model_is_left_as_it_was(tmp_path):
 
 def made(difference, largest=1.0):
     names = ("cls", "patches", "core_tokens", "core_xy")
-    return verify.Check(
+    return verify.FileCheck(
         1, 32, 32, 4, dict.fromkeys(names, difference), dict.fromkeys(names, largest)
     )
 

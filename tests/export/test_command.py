@@ -49,16 +49,16 @@ def test_files_reports_and_lines(run, tmp_path, capsys):
 
 
 def test_bad_options_are_named(run, tmp_path):
-    with pytest.raises(InputError, match="--size takes HEIGHTxWIDTH"):
+    with pytest.raises(InputError, match="--size"):
         run("--size", "512")
-    with pytest.raises(InputError, match="--cores must be whole numbers"):
+    with pytest.raises(InputError, match="--cores"):
         run("--cores", "8,many")
-    with pytest.raises(InputError, match="multiples of the patch size 16"):
+    with pytest.raises(InputError, match="50 x 64"):
         run("--to", "torch-export", "--size", "50x64")
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsError, match="nothing"):
         run(weights=tmp_path / "nothing")
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError):
+    with pytest.raises(OutputError, match="File exists"):
         run("--to", "torch-export", out=tmp_path / "file")
 
 

@@ -19,6 +19,8 @@ from veca.export import ExportError, export_model, load_exported
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
 pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+Fail = onnxruntime.capi.onnxruntime_pybind11_state.Fail
+InvalidArgument = onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument
 
 NAMES = ["cls", "patches", "core_tokens", "core_xy"]
 ROOT = Path(__file__).parents[2]
@@ -92,14 +94,14 @@ def test_nothing_of_this_machine_is_in_the_file(onnx_any, torch_any):
 @pytest.mark.parametrize("sides", [(50, 64), (64, 79), (10, 16)])
 def test_a_size_off_the_grid_is_refused_in_words(onnx_any, sides):
     images = np.zeros((1, 3, *sides), np.float32)
-    with pytest.raises(Exception, match="image height and width must be multiples of 16"):
+    with pytest.raises(Fail, match=r"height and width .*16"):
         session(onnx_any.path).run(NAMES, {"images": images, "cores": np.array(4)})
 
 
 @pytest.mark.parametrize("cores", [0, 17, -1])
 def test_a_budget_out_of_range_is_refused_in_words(onnx_any, cores):
     images = np.zeros((1, 3, 32, 32), np.float32)
-    with pytest.raises(Exception, match="cores must be from 1 to 16"):
+    with pytest.raises(Fail, match=r"cores .*16"):
         session(onnx_any.path).run(NAMES, {"images": images, "cores": np.array(cores)})
 
 
@@ -121,14 +123,14 @@ def test_fixed_budget_size_and_half_precision(model, tmp_path):
         np.testing.assert_allclose(value, wanted.numpy(), rtol=0, atol=3e-2)
         # Half precision it is, and not single in disguise.
         assert np.abs(value - wanted.numpy()).max() > 1e-5
-    with pytest.raises(Exception, match=r"Got: 80 Expected: 96"):
+    with pytest.raises(InvalidArgument, match=r"(?s)80.*96"):
         opened.run(NAMES, {"images": np.zeros((1, 3, 64, 80), np.float32)})
 
     exported = load_exported(entry.path)
     assert (exported.cores, exported.size) == (4, (64, 96))
-    with pytest.raises(InputError, match="64 x 96 pixels, got 96 x 64"):
+    with pytest.raises(InputError, match="96 x 64"):
         exported(torch.zeros(1, 3, 96, 64))
-    with pytest.raises(InputError, match="exported for 4 cores, got cores=5"):
+    with pytest.raises(InputError, match="cores=5"):
         exported(torch.zeros(1, 3, 64, 96), cores=5)
 
 
@@ -143,23 +145,23 @@ def test_load_exported_is_called_like_the_model(model, onnx_any):
     torch.testing.assert_close(found.cls, wanted.cls, rtol=0, atol=2e-5)
     assert found.grid == (2, 4)
     assert exported(images).cores.shape == (2, 16, 48)
-    with pytest.raises(InputError, match="multiples of the patch size 16, got 40 x 64"):
+    with pytest.raises(InputError, match="40 x 64"):
         exported(torch.zeros(1, 3, 40, 64))
-    with pytest.raises(InputError, match="from 1 to 16"):
+    with pytest.raises(InputError, match="cores"):
         exported(images, cores=17)
     with pytest.raises(InputError, match="NaN"):
         exported(torch.full((1, 3, 32, 32), torch.nan))
-    with pytest.raises(InputError, match="onnxruntime cannot run on 'tpu'"):
+    with pytest.raises(InputError, match="'tpu'"):
         load_exported(onnx_any.path, device="tpu")
 
 
 def test_files_that_are_not_ours(tmp_path):
-    with pytest.raises(InputError, match="there is no file"):
+    with pytest.raises(InputError, match=r"none\.onnx"):
         load_exported(tmp_path / "none.onnx")
     (tmp_path / "bad.onnx").write_bytes(b"not a model")
-    with pytest.raises(ExportError, match=r"bad\.onnx cannot be opened by onnxruntime"):
+    with pytest.raises(ExportError, match=r"bad\.onnx"):
         load_exported(tmp_path / "bad.onnx")
-    with pytest.raises(InputError, match=r"ending in \.onnx, \.pt2"):
+    with pytest.raises(InputError, match=r"model\.bin.*\.onnx"):
         load_exported(tmp_path / "model.bin")
 
 

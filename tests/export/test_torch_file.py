@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -47,7 +48,8 @@ def test_it_runs_without_this_package(torch_any):
 
 
 def test_a_size_off_the_grid_is_refused(program):
-    with pytest.raises(Exception, match="16"):
+    # Which of the two is up to the version of torch.
+    with pytest.raises((RuntimeError, AssertionError), match=r"\b16\b"):
         program(torch.zeros(1, 3, 50, 64), torch.tensor(2))
 
 
@@ -71,11 +73,11 @@ def test_load_exported_is_called_like_the_model(model, torch_any):
     with torch.no_grad():
         wanted = model(images, cores=5)
     torch.testing.assert_close(exported(images, cores=5).cores, wanted.cores, rtol=0, atol=1e-5)
-    with pytest.raises(InputError, match="multiples of the patch size 16"):
+    with pytest.raises(InputError, match="40 x 64"):
         exported(torch.zeros(1, 3, 40, 64))
-    with pytest.raises(InputError, match="at least 2 patches a side, got 1 x 4"):
+    with pytest.raises(InputError, match="1 x 4"):
         exported(torch.zeros(1, 3, 16, 64))
-    with pytest.raises(InputError, match="device 'nowhere' cannot be used"):
+    with pytest.raises(InputError, match="'nowhere'"):
         load_exported(torch_any.path, device="nowhere")
 
 
@@ -83,7 +85,7 @@ def test_a_file_with_pickles_is_refused_unread(model, torch_any, tmp_path):
     # A program saved as torch does it carries its example, pickled.
     usual = tmp_path / "usual.pt2"
     torch.export.save(trace(frozen_copy(model, torch.float32), 4, (32, 32)), usual)
-    with pytest.raises(ExportError, match=r"holds data/sample_inputs/model\.pt, unlike"):
+    with pytest.raises(ExportError, match=r"data/sample_inputs/model\.pt"):
         load_exported(usual)
 
     for name, content in {"data/aotinductor/model/x.so": b"code", "extra/y.pkl": b"."}.items():
@@ -91,7 +93,7 @@ def test_a_file_with_pickles_is_refused_unread(model, torch_any, tmp_path):
         added.write_bytes(torch_any.path.read_bytes())
         with zipfile.ZipFile(added, "a") as archive:
             archive.writestr(f"archive/{name}", content)
-        with pytest.raises(ExportError, match="could run code when read"):
+        with pytest.raises(ExportError, match=re.escape(name)):
             load_exported(added)
 
     pickled = tmp_path / "pickled.pt2"
@@ -101,19 +103,19 @@ def test_a_file_with_pickles_is_refused_unread(model, torch_any, tmp_path):
             if entry.filename.endswith("model_weights_config.json"):
                 data = data.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
             new.writestr(entry.filename, data)
-    with pytest.raises(ExportError, match=r"holds model\.\S+, unlike"):
+    with pytest.raises(ExportError, match=r" model\.\w+"):
         load_exported(pickled)
 
 
 def test_damaged_files(torch_any, tmp_path):
     (tmp_path / "bad.pt2").write_bytes(b"not an archive")
-    with pytest.raises(ExportError, match="is not a program of"):
+    with pytest.raises(ExportError, match=r"bad\.pt2"):
         load_exported(tmp_path / "bad.pt2")
     with zipfile.ZipFile(tmp_path / "empty.pt2", "w") as archive:
         archive.writestr("a/b", "")
-    with pytest.raises(ExportError, match="no program"):
+    with pytest.raises(ExportError, match=r"empty\.pt2"):
         load_exported(tmp_path / "empty.pt2")
-    with pytest.raises(InputError, match="there is no file"):
+    with pytest.raises(InputError, match=r"none\.pt2"):
         load_exported(tmp_path / "none.pt2")
 
 
@@ -145,5 +147,5 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path):
         [sys.executable, "-c", script, tmp_path / "out"], capture_output=True, text=True
     )
     assert found.returncode == 1
-    assert found.stderr.splitlines()[-1].startswith("veca.errors.OutputError: cannot write ")
+    assert found.stderr.splitlines()[-1].startswith("veca.errors.OutputError: ")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

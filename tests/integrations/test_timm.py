@@ -59,9 +59,9 @@ def test_the_budget_is_a_setting_too(model, images):
     assert model.num_prefix_tokens == 3
     assert torch.equal(model(images), model(images, cores=3))
     assert not torch.equal(model(images), model(images, cores=8))
-    with pytest.raises(InputError, match="from 1 to 8"):
+    with pytest.raises(InputError, match="cores"):
         model(images, cores=9)
-    with pytest.raises(InputError, match="from 1 to 8"):
+    with pytest.raises(InputError, match="cores"):
         TimmVeca(CONFIG, cores=9)
 
 
@@ -77,7 +77,7 @@ def test_pooling_and_a_new_classifier(model, images):
     assert torch.equal(model(images), model.veca(images).cls)
     model.reset_classifier(0, "")
     assert model(images, 3).shape == (2, 3 + 6, 20)
-    with pytest.raises(InputError, match="unknown pooling 'map'"):
+    with pytest.raises(InputError, match="'map'"):
         model.reset_classifier(5, "map")
     half = TimmVeca(CONFIG).to(torch.bfloat16)
     half.reset_classifier(2)
@@ -93,11 +93,11 @@ def test_the_head_takes_the_budget_of_the_tokens(model, images):
     torch.testing.assert_close(model.forward_head(tokens), wanted)
     torch.testing.assert_close(model.forward_head(tokens.clone(), cores=3), wanted)
     torch.testing.assert_close(model.forward_head(model.forward_features(images)), model(images))
-    with pytest.raises(InputError, match="computed with 3 cores, got cores=4; leave it out"):
+    with pytest.raises(InputError, match="cores=4"):
         model.forward_head(tokens, cores=4)
     model.cores = None
     torch.testing.assert_close(model.forward_head(tokens), wanted)
-    with pytest.raises(InputError, match="8 tokens cannot be 8 cores and some patches"):
+    with pytest.raises(InputError, match="8 tokens"):
         model.forward_head(tokens[:, :8].clone())
 
 
@@ -131,7 +131,7 @@ def test_intermediates(model, images):
         images, indices=1, output_dict=True, return_prefix_tokens=True
     )
     assert sorted(found) == ["image_features", "image_intermediates", "image_intermediates_prefix"]
-    with pytest.raises(InputError, match="unknown output format"):
+    with pytest.raises(InputError, match="NHWC"):
         model.forward_intermediates(images, output_fmt="NHWC")
 
 
@@ -167,7 +167,7 @@ def test_indices(indices, wanted):
 
 @pytest.mark.parametrize("indices", [0, 4, [3], [-4], []])
 def test_bad_indices(indices):
-    with pytest.raises(InputError, match="some of the 3 blocks"):
+    with pytest.raises(InputError, match="indices"):
         take_indices(3, indices)
 
 
@@ -205,7 +205,7 @@ def test_a_timm_that_is_missing_or_broken(monkeypatch):
         raise RuntimeError("operator torchvision::nms does not exist\nmore")
 
     monkeypatch.setattr(ours.importlib, "import_module", broken)
-    with pytest.raises(MissingExtraError, match=r"RuntimeError: operator torchvision::nms does"):
+    with pytest.raises(MissingExtraError, match="torchvision::nms"):
         ours.register()
 
 
@@ -255,9 +255,9 @@ def test_pretrained_is_what_veca_loads(images, tmp_path, monkeypatch):
     ).eval()
     wanted = plain.forward_intermediates(images, norm=False)[-1].feature_map()
     assert torch.equal(net(images)[-1], wanted)
-    with pytest.raises(InputError, match="width 192, but veca_small_patch16 has 384"):
+    with pytest.raises(InputError, match=r"192.*384"):
         timm.create_model("veca_small_patch16", pretrained=True, pretrained_cfg_overlay=file)
-    with pytest.raises(InputError, match="for 3 channels, got in_chans=1"):
+    with pytest.raises(InputError, match="in_chans=1"):
         timm.create_model(
             "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1
         )
@@ -283,7 +283,7 @@ def test_pictures_are_normalised_as_the_weights_want(tmp_path):
 def test_shipped_weights_are_listed_and_tags_are_not_known():
     assert "veca_tiny_patch16" in timm.list_models("veca*", pretrained=True)
     for pretrained in (False, True):
-        with pytest.raises(InputError, match="no weights tagged 'foo'; leave the tag out"):
+        with pytest.raises(InputError, match="'foo'"):
             timm.create_model("veca_tiny_patch16.foo", pretrained=pretrained)
 
 
@@ -312,7 +312,7 @@ def test_folders_of_timm_come_back(images, tmp_path, safe):
     bare = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True, num_classes=0)
     assert torch.equal(bare.veca.norm.weight, plain.norm.weight)
     if safe:
-        with pytest.raises(WeightsError, match="was written by timm; open its folder with"):
+        with pytest.raises(WeightsError, match="written by timm"):
             veca.load(tmp_path / "timm")
 
 

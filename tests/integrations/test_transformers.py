@@ -101,11 +101,11 @@ def test_a_budget_in_the_configuration(plain, saved, images):
     assert model.config.cores == 3
     assert torch.equal(model(images).pooler_output, plain(images, cores=3).cls)
     assert torch.equal(model(images, cores=7).pooler_output, plain(images, cores=7).cls)
-    with pytest.raises(InputError, match="from 1 to 16"):
+    with pytest.raises(InputError, match="cores"):
         model(images, cores=17)
-    with pytest.raises(InputError, match="multiples of the patch size"):
+    with pytest.raises(InputError, match="48 x 50"):
         model(images[..., :50])
-    with pytest.raises(InputError, match="from 1 to 16"):
+    with pytest.raises(InputError, match="cores"):
         transformers.AutoModel.from_pretrained(saved, cores=17)
 
 
@@ -252,12 +252,12 @@ def test_folders_that_only_transformers_reads_say_so(saved, tmp_path, monkeypatc
     model.save_pretrained("shards", max_shard_size="100KB")
     classifier = transformers.AutoModelForImageClassification.from_pretrained(saved, num_labels=2)
     classifier.save_pretrained("classifier")
-    for name, message in [
-        ("shards", "split into shards, .*from_pretrained of transformers.*max_shard_size"),
-        ("classifier", "with classifier.bias, classifier.weight beside it, .*AutoModel keeps"),
+    for name, noun in [
+        ("shards", "max_shard_size"),
+        ("classifier", r"classifier\.bias.*AutoModel"),
     ]:
         for source in (name, tmp_path / name):
-            with pytest.raises(WeightsError, match=message):
+            with pytest.raises(WeightsError, match=noun):
                 veca.load(source)
         transformers.AutoModel.from_pretrained(name).save_pretrained(f"{name}-plain")
         assert same(veca.load(f"{name}-plain"), model.veca)
@@ -298,21 +298,19 @@ def test_configurations_translate_both_ways():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "error", "noun"),
     [
-        ({"width": 65}, "not a multiple of heads"),
-        ({"cores": 65}, "from 1 to 64"),
-        ({"format_version": 99}, "format version 99"),
-        ({"out_features": ["stage1"], "out_indices": [2]}, "not the same stages"),
-        ({"out_features": ["stage13"]}, "out_features"),
-        ({"depth": 0}, "depth must be a whole number"),
+        ({"width": 65}, ConfigError, "width 65"),
+        ({"cores": 65}, InputError, "cores"),
+        ({"format_version": 99}, ConfigError, "99"),
+        ({"out_features": ["stage1"], "out_indices": [2]}, ConfigError, "out_indices"),
+        ({"out_features": ["stage13"]}, ValueError, "stage13"),  # by transformers itself
+        ({"depth": 0}, ConfigError, "depth"),
     ],
 )
-def test_bad_configurations_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message) as caught:
+def test_bad_configurations_are_refused(fields, error, noun):
+    with pytest.raises(error, match=noun):
         hf.VecaConfig(**fields)
-    if "stage13" not in str(fields):
-        assert isinstance(caught.value, (ConfigError, InputError))
 
 
 # ----------------------------------------------------------------------------------------- backbone
@@ -411,32 +409,35 @@ def test_several_sizes_in_a_batch(photo):
     pair = [photo, photo.resize((32, 64))]
     listed = processor(pair)["pixel_values"]
     assert [tuple(x.shape) for x in listed] == [(3, 32, 48), (3, 64, 32)]
-    with pytest.raises(ImageError, match="one size, but these come out at 32 x 48, 64 x 32"):
+    with pytest.raises(ImageError, match="32 x 48, 64 x 32"):
         processor(pair, return_tensors="pt")
     assert hf.VecaImageProcessor()(pair, return_tensors="pt").pixel_values.shape[2:] == (512, 512)
 
 
 def test_what_the_processor_refuses(photo):
     processor = hf.VecaImageProcessor()
-    for call, message in [
-        (lambda: processor(np.zeros((8, 8, 3), np.float32)), r"dtype float32, expected 8-bit"),
+    for call, noun in [
+        (lambda: processor(np.zeros((8, 8, 3), np.float32)), "float32"),
         (lambda: processor(photo, do_rescale=False), "do_rescale=False"),
-        (lambda: processor(photo, do_center_crop=True), "do_center_crop=True .*no such step"),
+        (lambda: processor(photo, do_center_crop=True), "do_center_crop=True"),
         (lambda: processor(photo, crop_size=224), "crop_size=224"),
-        (lambda: processor(photo, resample=0), "resample=0 .*always .*BICUBIC"),
+        (lambda: processor(photo, resample=0), "resample=0.*BICUBIC"),
         (lambda: processor(photo, rescale_factor=1.0), r"rescale_factor=1\.0"),
         (lambda: processor(photo, do_convert_rgb=False), "do_convert_rgb=False"),
         (lambda: processor(photo, data_format="channels_last"), "data_format='channels_last'"),
         (lambda: processor(photo, device="cuda"), "device='cuda'"),
         (lambda: hf.VecaImageProcessor(do_center_crop=True), "do_center_crop=True"),
-        (lambda: processor(np.zeros((8, 8, 3), np.uint8), input_data_format="x"), "got 'x'"),
-        (lambda: processor(photo, sise=3), "unknown option 'sise'"),
-        (lambda: processor(photo, size={"longest_edge": 3}), "size must be"),
-        (lambda: processor(photo, fit="stretch"), "unknown fit 'stretch'"),
-        (lambda: processor([]), "no images given"),
+        (
+            lambda: processor(np.zeros((8, 8, 3), np.uint8), input_data_format="x"),
+            "'x'",
+        ),
+        (lambda: processor(photo, sise=3), "'sise'"),
+        (lambda: processor(photo, size={"longest_edge": 3}), "longest_edge"),
+        (lambda: processor(photo, fit="stretch"), "'stretch'"),
+        (lambda: processor([]), "no images"),
         (lambda: processor("nothing.png"), r"nothing\.png"),
     ]:
-        with pytest.raises(ImageError, match=message):
+        with pytest.raises(ImageError, match=noun):
             call()
 
 
@@ -601,12 +602,12 @@ def test_save_and_push_at_once(saved, monkeypatch, tmp_path):
 
 def test_transformers_missing_or_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[hf\]'"):
+    with pytest.raises(MissingExtraError, match=r"veca\[hf\]"):
         availability.require_transformers()
     old = type(sys)("transformers")
     old.__version__ = "4.57.1"
     monkeypatch.setitem(sys.modules, "transformers", old)
-    with pytest.raises(MissingExtraError, match=r"5 or newer, found 4\.57\.1"):
+    with pytest.raises(MissingExtraError, match=r"4\.57\.1"):
         availability.require_transformers()
 
 
@@ -646,7 +647,7 @@ assert transformers.utils.is_torchvision_available()
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     import veca.integrations.transformers
-assert any("torchvision is installed but cannot be imported" in str(w.message) for w in said)
+assert any("torchvision" in str(w.message) for w in said)
 from transformers import AutoBackbone, AutoImageProcessor, AutoModel, pipeline
 pixels = AutoImageProcessor.from_pretrained(sys.argv[2])(
     sys.argv[3], size=32, return_tensors="pt")

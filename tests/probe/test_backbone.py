@@ -187,16 +187,16 @@ class TestAnything:
         assert as_backbone(dense) is dense
 
     def test_what_is_none(self):
-        with pytest.raises(ProbeError, match="cannot take features from Linear"):
+        with pytest.raises(ProbeError, match="Linear"):
             as_backbone(nn.Linear(2, 2))
-        with pytest.raises(ProbeError, match="has no cores"):
+        with pytest.raises(ProbeError, match="cores"):
             as_backbone(DenseVit(sets.CONFIG), cores=8)
 
     def test_nan_features_are_refused(self):
         backbone = sets.backbone()
         with torch.no_grad():
             backbone.model.norm.bias[0] = torch.nan
-        with pytest.raises(ProbeError, match="veca C=8 gives NaN"):
+        with pytest.raises(ProbeError, match="NaN"):
             guarded_features(backbone, PIXELS, (3, 4))
 
     def test_out_of_memory_names_the_way_out(self, monkeypatch):
@@ -206,11 +206,11 @@ class TestAnything:
             raise torch.OutOfMemoryError("full")
 
         monkeypatch.setattr(backbone, "features", fail)
-        with pytest.raises(ProbeError, match=r"2 images of 48 x 64 pixels.*--batch-size"):
+        with pytest.raises(ProbeError, match="--batch-size"):
             guarded_features(backbone, PIXELS, (3, 4))
 
     def test_two_of_one_name(self):
-        with pytest.raises(ProbeError, match="two backbones are called 'veca C=8'"):
+        with pytest.raises(ProbeError, match="'veca C=8'"):
             check_unique([sets.backbone(), sets.backbone(seed=1)])
 
     def test_names_to_publish(self):

@@ -110,7 +110,7 @@ def test_a_crash_while_writing_leaves_nothing(entry, monkeypatch):
 def test_reading_what_vanished(entry):
     fresh = Entry(entry.folder.parent, {"weights": "abc"}, 10, 4)
     entry.path(0).unlink()
-    with pytest.raises(ProbeError, match=r"part-00000.*run again"):
+    with pytest.raises(ProbeError, match="part-00000"):
         fresh.read(0, "x")
 
 

@@ -12,7 +12,7 @@ import veca
 from probe import sets
 from veca.cli.probe import probe
 from veca.cli.report import report
-from veca.errors import InputError, VecaError, WeightsError
+from veca.errors import DatasetError, InputError, WeightsError
 from veca.probe import ProbeError, as_backbone, repeat_command, run_folder, run_probe
 from veca.teachers import save_dense_vit
 
@@ -77,7 +77,7 @@ def test_again_replaces_and_another_is_refused(run, pets, weights, tmp_path):
     run(*arguments(pets, weights, out, "--cores=8", "--no-time"))
     record = json.loads((out / "results.json").read_text())
     assert record["cache"]["decoded"] == 0
-    with pytest.raises(ProbeError, match="holds another run"):
+    with pytest.raises(ProbeError, match="--overwrite"):
         run(*arguments(pets, weights, out, "--cores=4", "--no-time"))
     run(*arguments(pets, weights, out, "--cores=4", "--no-time", "--overwrite", "--no-keep"))
     assert json.loads((out / "results.json").read_text())["cache"]["decoded"] == 39
@@ -133,22 +133,25 @@ def test_only_looking_at_the_data(run, pets, tmp_path, capsys):
     assert run("probe", "segmentation", "--data", pets, "--dataset", "voc", "--check") == 1
     printed = capsys.readouterr().out
     assert "ImageSets/Segmentation/val.txt" in printed and "host.robots.ox.ac.uk" in printed
-    with pytest.raises(InputError, match="unknown task 'kn'; did you mean 'knn'"):
+    with pytest.raises(InputError, match="'knn'"):
         run("probe", "kn", "--data", pets, "--dataset", "folder", "--check")
 
 
 def test_options_of_the_dataset(run, pets, weights, tmp_path):
     (pets / "train" / "white").mkdir()
     words = arguments(pets, weights, tmp_path / "out", "--cores=8", "--no-time")
-    with pytest.raises(VecaError, match=r"no image of 1 of 4 classes \(white\)"):
+    with pytest.raises(DatasetError, match="white"):
         run(*words)
     run(*words, "--option", "allow_empty_classes=true")
     record = json.loads((tmp_path / "out" / "results.json").read_text())
     assert record["dataset"]["train"]["options"] == {"allow_empty_classes": True}
     assert "--option allow_empty_classes=true" in record["command"]
     assert any("never predicted, such as white" in note for note in record["notes"])
-    for wrong, message in (("alow_empty_classes=true", "did you mean"), ("x", "NAME=VALUE")):
-        with pytest.raises(VecaError, match=message):
+    for wrong, error, noun in (
+        ("alow_empty_classes=true", ProbeError, "'allow_empty_classes'"),
+        ("x", InputError, "NAME=VALUE"),
+    ):
+        with pytest.raises(error, match=noun):
             run(*words, "--option", wrong)
 
 
@@ -166,24 +169,20 @@ def test_several_tasks(run, pets, weights, tmp_path):
 
 def test_mistakes(run, pets, weights, tmp_path):
     out = tmp_path / "out"
-    for more, error, message in (
-        (["--cores=99"], VecaError, "from 1 to 8"),
-        (["--set=knn.kk=1"], ProbeError, "has no constant"),
-        (
-            ["--protocol=dinov3-ade20k", "--set=seed=1"],
-            ProbeError,
-            "nothing about knn|has no const",
-        ),
-        (["--size=x"], InputError, "--size must be"),
+    for more, error, noun in (
+        (["--cores=99"], InputError, "99"),
+        (["--set=knn.kk=1"], ProbeError, r"'knn\.kk'"),
+        (["--protocol=dinov3-ade20k", "--set=seed=1"], ProbeError, "dinov3-ade20k"),
+        (["--size=x"], InputError, "--size"),
     ):
         words = [w for w in arguments(pets, weights, out) if "knn." not in str(w)]
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=noun):
             run(*words, *more)
-    with pytest.raises(InputError, match="nothing to probe"):
+    with pytest.raises(InputError, match="--baseline"):
         run("probe", "knn", "--data", pets, "--dataset", "folder", *SMALL)
-    with pytest.raises(WeightsError):
+    with pytest.raises(WeightsError, match="no-such"):
         run(*arguments(pets, tmp_path / "no-such", out))
-    with pytest.raises(InputError, match="--cores are budgets"):
+    with pytest.raises(InputError, match="--cores"):
         run(
             "probe", "knn", "--data", pets, "--dataset", "folder", "--teacher", weights,
             "--cores=8", *SMALL,
@@ -196,7 +195,7 @@ def test_data_that_is_not_there_leaves_no_folder(run, pets, weights, tmp_path, m
     before = sorted(tmp_path.iterdir())
     words = ["--data", "nope", "--dataset", "folder", "--weights", weights, *SMALL]
     for more in ([], ["--out", tmp_path / "a" / "b"]):
-        with pytest.raises(VecaError, match="nope"):
+        with pytest.raises(DatasetError, match="nope"):
             run("probe", "knn,logreg", *words, *more)
     assert sorted(tmp_path.iterdir()) == before
 

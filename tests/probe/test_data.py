@@ -53,9 +53,7 @@ class TestOpening:
         assert (len(data.train_indices), len(data.test_indices)) == (4, 2)
 
     def test_a_set_without_training_images(self, tmp_path):
-        with pytest.raises(
-            ProbeError, match=r"imagenet-v2 has no images to train on.*--train-data"
-        ):
+        with pytest.raises(ProbeError, match="--train-data"):
             open_data("knn", "imagenet-v2", tmp_path, subset=EVERYTHING, seed=0)
 
     def test_learning_from_another_set(self, folder, tmp_path):
@@ -63,15 +61,15 @@ class TestOpening:
         data = opened(folder, train_dataset="folder", train_data=other)
         assert len(data.train_indices) == 6 and len(data.test_indices) == 15
         sets.photo(other / "train" / "violet" / "x.png", np.zeros((32, 32, 3), dtype=np.uint8))
-        with pytest.raises(ProbeError, match="4 classes and folder 3"):
+        with pytest.raises(ProbeError, match="4 classes"):
             opened(folder, train_dataset="folder", train_data=other)
 
     def test_the_split_to_score_cannot_be_trained_on(self, folder):
-        with pytest.raises(ProbeError, match="cannot be trained on and scored"):
+        with pytest.raises(ProbeError, match="train split"):
             opened(folder, test_split="train")
 
     def test_the_wrong_kind(self, folder):
-        with pytest.raises(DatasetError, match="not for segmentation"):
+        with pytest.raises(DatasetError, match="classification"):
             open_data("segmentation", "food101", folder, subset=EVERYTHING, seed=0)
 
     def test_an_empty_class_is_an_error(self, folder):
@@ -92,7 +90,7 @@ class TestHoldOut:
 
     def test_one_image_of_a_class_stays_to_train_on(self, tmp_path):
         data = opened(sets.class_folders(tmp_path / "few", train=1, test=1))
-        with pytest.raises(ProbeError, match="too few to hold some out"):
+        with pytest.raises(ProbeError, match="3 training images"):
             hold_out(data, train_labels(data), 0.25, 0)
 
     def test_whole_groups(self, folder):
@@ -123,16 +121,14 @@ class TestLabels:
         dataset = open_dataset("images-masks", sets.images_masks(tmp_path / "d"), "train")
         mask = dataset.mask(0)
         assert torch.equal(read_mask(dataset, 0, mask.shape), torch.from_numpy(mask))
-        with pytest.raises(
-            ProbeError, match=r"images/train/0.png: a mask of .* for an image of 1 x 2"
-        ):
+        with pytest.raises(ProbeError, match="1 x 2"):
             read_mask(dataset, 0, (1, 2))
 
     def test_labels_outside_the_classes(self, tmp_path, monkeypatch):
         dataset = open_dataset("images-masks", sets.images_masks(tmp_path / "d"), "train")
         wrong = np.full((4, 4), 7, dtype=np.uint8)
         monkeypatch.setattr(dataset, "mask", lambda i: wrong)
-        with pytest.raises(ProbeError, match=r"0.png: label 7 is outside the classes 0..2"):
+        with pytest.raises(ProbeError, match="label 7"):
             read_mask(dataset, 0, (4, 4))
 
 

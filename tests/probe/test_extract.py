@@ -17,7 +17,7 @@ from veca.errors import ImageError, OutputError
 from veca.probe import ProbeError, TeacherBackbone
 from veca.probe.cache import Entry
 from veca.probe.datasets import open_dataset
-from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, Summary, Want, _key, extract
+from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, ExtractionSummary, Want, _key, extract
 from veca.probe.protocol import CropView, WindowView
 from veca.probe.views import FrameView, SquareView
 
@@ -38,7 +38,7 @@ def square(size: int = 32) -> SquareView:
 
 
 def run(dataset, wants, cache, stack, indices=None, **options):
-    summary = Summary()
+    summary = ExtractionSummary()
     found = extract(
         dataset,
         list(range(len(dataset))) if indices is None else indices,
@@ -227,13 +227,13 @@ def test_features_too_large_for_half_precision(tmp_path, stack):
     huge = teacher(16)
     huge.fn.scale.data.fill_(1e6)
     view = FrameView(WindowView(48, 0, 0, "bicubic"), 16)
-    with pytest.raises(ProbeError, match=r"cells16 are too large for float16.*dense_dtype=float32"):
+    with pytest.raises(ProbeError, match="dense_dtype"):
         run(dataset, [Want(TeacherBackbone(huge), view, DENSE)], tmp_path / "c", stack)
 
 
 def test_a_broken_image_is_named(dataset, tmp_path, stack):
     (dataset.root / dataset.ids[3]).write_bytes(b"\x89PNG nothing")
-    with pytest.raises(ImageError, match=r"blue/003.png"):
+    with pytest.raises(ImageError, match=r"blue/003\.png"):
         run(dataset, [Want(sets.backbone(), square(), GLOBAL)], tmp_path / "c", stack)
 
 

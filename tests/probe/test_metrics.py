@@ -28,9 +28,9 @@ class TestAccuracy:
         assert found == {"top1": 0.5}  # of two: the one without a label is not scored
 
     def test_nothing_to_score(self):
-        with pytest.raises(ProbeError, match="nothing to score"):
+        with pytest.raises(ProbeError, match="label"):
             accuracy([0], [[]], 2)
-        with pytest.raises(ProbeError, match="2 predictions for 1 images"):
+        with pytest.raises(ProbeError, match="2 predictions"):
             accuracy([0, 1], [[0]], 2)
 
 
@@ -86,13 +86,13 @@ class TestConfusion:
         assert confusion.metrics()["miou"] == pytest.approx((0.5 + 0.0) / 2)
 
     def test_bad_input(self):
-        with pytest.raises(ProbeError, match=r"label 7 is outside the classes 0..3"):
+        with pytest.raises(ProbeError, match="label 7"):
             Confusion(4).add(np.array([[7]]), np.array([[0]]))
-        with pytest.raises(ProbeError, match="prediction 4 is outside"):
+        with pytest.raises(ProbeError, match="prediction 4"):
             Confusion(4).add(np.array([[0]]), np.array([[4]]))
-        with pytest.raises(ProbeError, match="do not match"):
+        with pytest.raises(ProbeError, match=r"\(2, 3\)"):
             Confusion(4).add(np.zeros((2, 2)), np.zeros((2, 3)))
-        with pytest.raises(ProbeError, match="every pixel of the test split is ignored"):
+        with pytest.raises(ProbeError, match="ignored"):
             Confusion(4).metrics()
 
 
@@ -116,7 +116,7 @@ class TestDepth:
 
     def test_all_invalid_is_none_not_zero(self):
         assert depth_errors(np.ones((2, 2)), np.full((2, 2), np.nan)) is None
-        with pytest.raises(ProbeError, match="nothing to score"):
+        with pytest.raises(ProbeError, match="test split"):
             mean_of([])
 
     def test_by_image_then_averaged(self):
@@ -124,11 +124,11 @@ class TestDepth:
 
     def test_bad_input(self):
         ones = np.ones((2, 2))
-        with pytest.raises(ProbeError, match="finite and above 0"):
+        with pytest.raises(ProbeError, match="predicted depth"):
             depth_errors(ones * 0, ones)
-        with pytest.raises(ProbeError, match="above 0"):
+        with pytest.raises(ProbeError, match="valid depth"):
             depth_errors(ones, ones * -1)
-        with pytest.raises(ProbeError, match="do not match"):
+        with pytest.raises(ProbeError, match=r"\(2, 3\)"):
             depth_errors(ones, np.ones((2, 3)))
 
 
@@ -140,7 +140,7 @@ def test_retention_is_one_at_par_and_less_when_worse():
 
 def test_labels_are_checked_by_name():
     assert as_labels([0, 2], 3, ["a", "b"]).tolist() == [0, 2]
-    with pytest.raises(ProbeError, match=r"b\.jpg: label 3 is outside the classes 0..2"):
+    with pytest.raises(ProbeError, match=r"b\.jpg"):
         as_labels([0, 3], 3, ["a.jpg", "b.jpg"])
 
 

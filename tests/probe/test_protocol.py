@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from importlib import resources
 
 import pytest
@@ -80,22 +81,22 @@ def test_a_file_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("report_k = 10", "report_k = 10\nkk = 3", r"key in \[knn\] 'kk'; did you mean 'k'"),
-        ("report_k = 10", "", r"knn.report_k is missing; a protocol holds every constant"),
-        ("report_k = 10", "report_k = 11", r"report_k 11 is not one of"),
-        ("report_k = 10", "report_k = 10.0", r"knn.report_k must be of type int, got 10.0"),
-        ("report_k = 10", 'report_k = "10"', r"knn.report_k must be of type int"),
-        ("seed = 0", "seed = true", r"seed must be of type int, got True"),
-        ("temperature = 0.07", "temperature = 0.0", r"temperature must be above 0"),
-        ("temperature = 0.07", "temperature = nan", r"temperature must be of type float"),
-        ('features = "cls"', 'features = "clss"', r"unknown knn.features 'clss'; did you mean"),
-        ("seed = 0", "seed = ", r"is not TOML"),
-        ("[timing]", "[timming]", r"unknown key 'timming'; did you mean 'timing'"),
-        ("validation = 0.2", "validation = 0.0", r"13 values to choose from but no validation"),
-        ("scale = [0.08, 1.0]", "scale = [1.0]", r"scale must have 2 values"),
-        ("scale = [0.08, 1.0]", "scale = [1.0, 0.5]", r"scale must be \[low, high\]"),
-        ("scale = [0.08, 1.0]", "scale = 1.0", r"scale must be a list"),
-        ("window = 0\nstride = 0", "window = 32\nstride = 48", r"pixels between the windows"),
+        ("report_k = 10", "report_k = 10\nkk = 3", "'k'"),
+        ("report_k = 10", "", r"report_k.*missing"),
+        ("report_k = 10", "report_k = 11", "report_k 11"),
+        ("report_k = 10", "report_k = 10.0", r"report_k.*10\.0"),
+        ("report_k = 10", 'report_k = "10"', "report_k.*'10'"),
+        ("seed = 0", "seed = true", "True"),
+        ("temperature = 0.07", "temperature = 0.0", r"temperature.*0\.0"),
+        ("temperature = 0.07", "temperature = nan", "temperature.*nan"),
+        ('features = "cls"', 'features = "clss"', "'cls'"),
+        ("seed = 0", "seed = ", "TOML"),
+        ("[timing]", "[timming]", "'timing'"),
+        ("validation = 0.2", "validation = 0.0", "learning_rates"),
+        ("scale = [0.08, 1.0]", "scale = [1.0]", r"scale.*\[1\.0\]"),
+        ("scale = [0.08, 1.0]", "scale = [1.0, 0.5]", r"scale.*\[1\.0, 0\.5\]"),
+        ("scale = [0.08, 1.0]", "scale = 1.0", r"scale.* 1\.0"),
+        ("window = 0\nstride = 0", "window = 32\nstride = 48", "stride"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused(tmp_path, old, new, message):
@@ -105,15 +106,15 @@ def test_mistakes_are_refused(tmp_path, old, new, message):
 
 
 def test_unknown_names_and_missing_files(tmp_path):
-    with pytest.raises(ProbeError, match="unknown protocol 'quik'; did you mean 'quick'"):
+    with pytest.raises(ProbeError, match=r"'quik'.*'quick'"):
         load_protocol("quik")
-    with pytest.raises(ProbeError, match="cannot be read"):
+    with pytest.raises(ProbeError, match=r"no\.toml"):
         load_protocol(tmp_path / "no.toml")
     assert issubclass(ProbeError, VecaError) and issubclass(ProbeError, ValueError)
 
 
 def test_a_task_that_a_protocol_lacks():
-    with pytest.raises(ProbeError, match=r"nothing about depth.*protocols for depth: dinov3-nyu"):
+    with pytest.raises(ProbeError, match=r"depth.*dinov3-nyu"):
         load_protocol("knn-dino").task("depth")
 
 
@@ -125,15 +126,15 @@ class TestSettings:
         assert changed.name == "quick+" and base.with_settings([]).name == "quick"
         assert base.knn.k == (10, 20, 100, 200)
 
-    @pytest.mark.parametrize("line", ["knn.kk=1", "knn.k.x=2", "nothing.at.all=1"])
-    def test_only_what_is_there_can_be_set(self, line):
-        with pytest.raises(ProbeError, match="has no constant"):
-            load_protocol("quick").with_settings([line])
+    @pytest.mark.parametrize("name", ["knn.kk", "knn.k.x", "nothing.at.all"])
+    def test_only_what_is_there_can_be_set(self, name):
+        with pytest.raises(ProbeError, match=re.escape(f"'{name}'")):
+            load_protocol("quick").with_settings([f"{name}=1"])
 
     def test_form(self):
         with pytest.raises(ProbeError, match="KEY=VALUE"):
             load_protocol("quick").with_settings(["seed"])
-        with pytest.raises(ProbeError, match="knn must be a table"):
+        with pytest.raises(ProbeError, match="table"):
             load_protocol("quick").with_settings(["knn=1"])
 
 

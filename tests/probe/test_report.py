@@ -159,7 +159,7 @@ class TestPlot:
 
     def test_without_matplotlib(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(MissingExtraError, match=r"pip install 'veca\[viz\]'"):
+        with pytest.raises(MissingExtraError, match=r"veca\[viz\]"):
             plot(tmp_path / "d.png", [run()])
 
 
@@ -219,10 +219,10 @@ class TestReport:
         assert "No plots" in report.page.read_text() and report.missing_plots
 
     def test_nothing_to_report(self, tmp_path):
-        with pytest.raises(ProbeError, match=r"no results.json"):
+        with pytest.raises(ProbeError, match=r"no results\.json"):
             write_report(tmp_path)
-        with pytest.raises(ProbeError, match="there is no folder"):
+        with pytest.raises(ProbeError, match="nowhere"):
             write_report(tmp_path / "nowhere")
         (tmp_path / "results.json").write_text("{}")
-        with pytest.raises(ProbeError, match="is no result"):
+        with pytest.raises(ProbeError, match=r"/results\.json"):
             write_report(tmp_path)

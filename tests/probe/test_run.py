@@ -13,7 +13,7 @@ from PIL import Image
 from probe import sets
 from probe.test_backbone import teacher
 from veca import DenseVit
-from veca.errors import ImageError, VecaError
+from veca.errors import ImageError, MissingExtraError
 from veca.probe import (
     ProbeError,
     TeacherBackbone,
@@ -213,6 +213,7 @@ class TestLearning:
         assert learned.rows[0].metrics["rmse"] < 0.6 * untrained.rows[0].metrics["rmse"]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestGpu:
     def rows(self):
@@ -295,7 +296,7 @@ class TestVerify:
 
     def test_without_scikit_learn(self, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
-        with pytest.raises(VecaError, match=r"pip install 'veca\[probe\]'"):
+        with pytest.raises(MissingExtraError, match=r"veca\[probe\]"):
             require_sklearn()
 
 
@@ -303,7 +304,7 @@ class TestBadData:
     def test_a_mask_of_another_size(self, go):
         go("segmentation")
         sets.photo(go.root("segmentation") / "masks/test/1.png", np.zeros((9, 9), dtype=np.uint8))
-        with pytest.raises(DatasetError, match=r"masks/test/1.png: 9 x 9 pixels"):
+        with pytest.raises(DatasetError, match="9 x 9"):
             go("segmentation")
 
     def test_a_label_outside_the_classes(self, go):
@@ -312,7 +313,7 @@ class TestBadData:
         mask = np.array(Image.open(path))
         mask[5, 6] = 9
         sets.photo(path, mask)
-        with pytest.raises(DatasetError, match=r"masks/train/2.png: value 9"):
+        with pytest.raises(DatasetError, match="value 9"):
             go("segmentation")
 
     def test_a_missing_file(self, go):
@@ -325,7 +326,7 @@ class TestBadData:
         go("knn")
         path = go.root("knn") / "test/red/000.png"
         path.write_bytes(b"nothing of the sort")
-        with pytest.raises(ImageError, match=r"test/red/000.png"):
+        with pytest.raises(ImageError, match=r"test/red/000\.png"):
             go("knn")
 
     def empty(self, go, split):
@@ -336,7 +337,7 @@ class TestBadData:
     @pytest.mark.parametrize("split", ["train", "test"])
     def test_no_valid_depth_is_an_error_where_the_protocol_says_so(self, go, split):
         self.empty(go, split)
-        with pytest.raises(VecaError, match=rf"{split}/1.png: no valid depth"):
+        with pytest.raises(DatasetError, match=rf"depth/{split}/1\.png"):
             go("depth", settings=["depth.empty_depth=error"])
 
     @pytest.mark.parametrize("split", ["train", "test"])
@@ -347,20 +348,20 @@ class TestBadData:
         assert run.rows[0].details["scored"] == (4 if split == "train" else 3)
 
     def test_depth_beyond_the_bins(self, go):
-        with pytest.raises(ProbeError, match=r"bins end at 5 m, but rgb-depth is scored up to 8 m"):
+        with pytest.raises(ProbeError, match=r"depth\.max_depth"):
             go("depth", settings=["depth.max_depth=5.0"])
 
     def test_everything_ignored(self, go):
         go("segmentation")
         for path in (go.root("segmentation") / "masks/test").iterdir():
             sets.photo(path, np.full(np.array(Image.open(path)).shape, 255, dtype=np.uint8))
-        with pytest.raises(ProbeError, match="every pixel of the test split is ignored"):
+        with pytest.raises(ProbeError, match="ignored"):
             go("segmentation")
 
 
 class TestSettings:
     def test_the_k_that_is_reported_must_exist(self, go):
-        with pytest.raises(ProbeError, match="k = 50 neighbours of 24"):
+        with pytest.raises(ProbeError, match="k = 50"):
             go("knn", settings=["knn.k=[50]", "knn.report_k=50"])
         run = go("knn", settings=["knn.k=[3,50]"])
         assert "top1_k50" not in run.rows[0].metrics
@@ -368,19 +369,19 @@ class TestSettings:
 
     def test_one_teacher(self, go):
         two = [TeacherBackbone(teacher(16)), TeacherBackbone(teacher(8))]
-        with pytest.raises(ProbeError, match="against one teacher"):
+        with pytest.raises(ProbeError, match="retention"):
             go("knn", two)
 
     def test_nothing_to_probe(self, tmp_path):
-        with pytest.raises(ProbeError, match="no backbone"):
+        with pytest.raises(ProbeError, match="backbone"):
             run_probe("knn", [], dataset="folder", data=tmp_path)
 
     def test_an_unknown_task(self, tmp_path):
-        with pytest.raises(ProbeError, match="unknown task 'kn'; did you mean 'knn'"):
+        with pytest.raises(ProbeError, match="'knn'"):
             run_probe("kn", [sets.backbone()], dataset="folder", data=tmp_path)
 
     def test_a_size_off_the_grid(self, go):
-        with pytest.raises(ProbeError, match="40 is not a multiple"):
+        with pytest.raises(ProbeError, match="size 40"):
             go("knn", sizes=[40])
 
 
@@ -403,24 +404,25 @@ class TestRecord:
         write_run(run, tmp_path / "out")
         check_out(tmp_path / "out", run.subject())
         other = {**run.subject(), "dataset": "food101"}
-        with pytest.raises(ProbeError, match=r"holds another run.*--overwrite"):
+        with pytest.raises(ProbeError, match="--overwrite"):
             check_out(tmp_path / "out", other)
         check_out(tmp_path / "out", other, overwrite=True)
         check_out(tmp_path / "nowhere", other)
 
     @pytest.mark.parametrize(
-        ("content", "message"),
+        ("content", "noun"),
         [
-            ("{", "is not JSON"),
-            ("[]", "is no result"),
-            ('{"format": "veca-probe", "format_version": 99}', "format version 99"),
-            ('{"format": "veca-probe", "format_version": 1}', "not complete"),
+            ("{", "JSON"),
+            ("[]", "no result"),
+            ('{"format": "veca-probe", "format_version": 99}', "version 99"),
+            ('{"format": "veca-probe", "format_version": 1}', "'task'"),
         ],
     )
-    def test_bad_records(self, tmp_path, content, message):
+    def test_bad_records(self, tmp_path, content, noun):
         (tmp_path / "results.json").write_text(content)
-        with pytest.raises(ProbeError, match=message):
+        with pytest.raises(ProbeError, match=r"results\.json") as caught:
             read_run(tmp_path)
+        assert noun in str(caught.value).replace(str(tmp_path), ""), "its name holds the case's"
 
     def test_no_paths_of_this_machine(self, go, tmp_path):
         text = json.dumps(go("knn").to_dict())

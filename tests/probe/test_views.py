@@ -41,7 +41,7 @@ class TestSquare:
         assert shown.pixels[0].shape == (3, 32, 32)
 
     def test_off_the_grid(self):
-        with pytest.raises(ProbeError, match=r"size 200 is not a multiple.*208 is the nearest"):
+        with pytest.raises(ProbeError, match="208"):
             SquareView(CropView(200, 1.0, "bicubic"), 16)
 
 
@@ -114,9 +114,9 @@ class TestFrame:
         assert [tile.top for tile in shown.tiles] == [0, 13]
 
     def test_bad_settings(self):
-        with pytest.raises(ProbeError, match=r"window|multiple"):
+        with pytest.raises(ProbeError, match="size 40"):
             FrameView(WindowView(64, 40, 20, "bicubic"), 16)
-        with pytest.raises(ProbeError, match="below one cell"):
+        with pytest.raises(ProbeError, match=r"view\.size 8"):
             FrameView(WindowView(8, 0, 0, "bicubic"), 16).frame((100, 100))
 
 

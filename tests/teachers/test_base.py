@@ -88,48 +88,48 @@ def test_the_size_closest_to_the_grid_is_taken():
 def test_a_grid_that_cannot_match_is_refused_with_those_that_can():
     fixed = teacher(sizes=[(64, 48)])
     for grid in ((16, 12), (6, 8), (8, 3), (3, 2)):
-        with pytest.raises(TeacherError, match="grids that work: 8 x 6, 4 x 3") as error:
+        with pytest.raises(TeacherError, match="8 x 6, 4 x 3") as error:
             fixed.features(torch.rand(1, 3, 64, 48), grid)
-        assert "128 x 96, 64 x 48 pixels" in str(error.value)
+        assert "128 x 96, 64 x 48" in str(error.value)
     assert isinstance(error.value, VecaError) and isinstance(error.value, ValueError)
 
 
 @pytest.mark.parametrize("grid", [(0, 1), (2,), 4, (2.0, 2), (True, 1), (1, 2, 3), "22"])
 def test_bad_grids(grid):
-    with pytest.raises(TeacherError, match="two positive whole numbers"):
+    with pytest.raises(TeacherError, match="grid"):
         teacher().features(torch.rand(1, 3, 8, 8), grid)
 
 
 @pytest.mark.parametrize(
-    ("pixels", "message"),
+    ("pixels", "noun"),
     [
-        (torch.rand(3, 8, 8), "batch, 3, height, width"),
-        (torch.rand(1, 4, 8, 8), "batch, 3, height, width"),
-        (torch.rand(0, 3, 8, 8), "none of them 0"),
-        (torch.zeros(1, 3, 8, 8, dtype=torch.long), "float in 0..1 or uint8"),
-        (torch.rand(1, 3, 8, 8) * 255, "not normalised"),
-        (torch.full((1, 3, 8, 8), -2.0), "not normalised"),
-        (torch.full((1, 3, 8, 8), float("nan")), "not normalised"),
-        ([[0.5]], "must be a tensor"),
+        (torch.rand(3, 8, 8), r"\(3, 8, 8\)"),
+        (torch.rand(1, 4, 8, 8), r"\(1, 4, 8, 8\)"),
+        (torch.rand(0, 3, 8, 8), r"\(0, 3, 8, 8\)"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.long), "int64"),
+        (torch.rand(1, 3, 8, 8) * 255, "255"),
+        (torch.full((1, 3, 8, 8), -2.0), "-2"),
+        (torch.full((1, 3, 8, 8), float("nan")), "nan"),
+        ([[0.5]], "list"),
     ],
 )
-def test_bad_pixels(pixels, message):
-    with pytest.raises(TeacherError, match=message):
+def test_bad_pixels(pixels, noun):
+    with pytest.raises(TeacherError, match=noun):
         teacher().features(pixels, (1, 1))
 
 
 @pytest.mark.parametrize(
-    ("output", "message"),
+    ("output", "noun"),
     [
-        (lambda x: (torch.zeros(1, 5), torch.zeros(1, 1, 4)), r"shape \(1, 5\)"),
-        (lambda x: (torch.zeros(1, 4), torch.zeros(1, 2, 4)), "grid of 1 x 1"),
-        (lambda x: (torch.zeros(1, 4), None), "must return"),
-        (lambda x: "features", "must return"),
-        (lambda x: {"cls": torch.zeros(1, 4)}, "must return"),
+        (lambda x: (torch.zeros(1, 5), torch.zeros(1, 1, 4)), r"\(1, 5\)"),
+        (lambda x: (torch.zeros(1, 4), torch.zeros(1, 2, 4)), r"\(1, 2, 4\)"),
+        (lambda x: (torch.zeros(1, 4), None), "tuple"),
+        (lambda x: "features", r"\bstr\b"),
+        (lambda x: {"cls": torch.zeros(1, 4)}, "dict"),
     ],
 )
-def test_a_function_that_gives_something_else(output, message):
-    with pytest.raises(TeacherError, match=message):
+def test_a_function_that_gives_something_else(output, noun):
+    with pytest.raises(TeacherError, match=noun):
         CallableTeacher(output, width=4, stride=8).features(torch.rand(1, 3, 8, 8), (1, 1))
 
 
@@ -156,19 +156,19 @@ def test_what_a_function_may_return():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "noun"),
     [
-        ({"width": 0}, "width must be"),
-        ({"stride": 1.5}, "stride must be"),
-        ({"image_std": (1, 0, 1)}, "must be positive"),
-        ({"image_mean": (1, 2)}, "three numbers"),
-        ({"sizes": []}, "got none"),
-        ({"sizes": [(60, 64)]}, "multiples of the stride 8, got 60 x 64"),
-        ({"fn": 3}, "wraps a function"),
+        ({"width": 0}, "width"),
+        ({"stride": 1.5}, "stride"),
+        ({"image_std": (1, 0, 1)}, "image_std"),
+        ({"image_mean": (1, 2)}, "image_mean"),
+        ({"sizes": []}, "sizes.*none"),
+        ({"sizes": [(60, 64)]}, "60 x 64"),
+        ({"fn": 3}, "function"),
     ],
 )
-def test_bad_descriptions(options, message):
-    with pytest.raises(TeacherError, match=message):
+def test_bad_descriptions(options, noun):
+    with pytest.raises(TeacherError, match=noun):
         CallableTeacher(**{"fn": grey, "width": 4, "stride": 8, **options})
 
 
@@ -223,7 +223,7 @@ def test_dtype_of_weights_norms_and_buffers():
     rough = t.features(pixels, (2, 2))
     assert rough.patches.dtype == torch.float32 and not torch.equal(rough.patches, exact.patches)
     torch.testing.assert_close(rough.patches, exact.patches, atol=0.05, rtol=0.05)
-    with pytest.raises(TeacherError, match="floating-point"):
+    with pytest.raises(TeacherError, match="int8"):
         t.to(torch.int8)
 
 
@@ -267,7 +267,7 @@ def test_a_failing_compiler_falls_back_with_a_warning():
     pixels = torch.rand(2, 3, 16, 16)
     before = t.features(pixels, (2, 2))
     t.compile(backend=broken)
-    with pytest.warns(RuntimeWarning, match="could not be compiled.*no compiler here"):
+    with pytest.warns(RuntimeWarning, match="no compiler here"):
         after = t.features(pixels, (2, 2))
     assert torch.equal(after.patches, before.patches)
     t.features(pixels, (2, 2))  # and no second warning

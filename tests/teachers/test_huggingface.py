@@ -251,9 +251,9 @@ def test_global_feature_choices(save):
 
 def test_feature_choices_that_do_not_exist(dinov3):
     _, folder = dinov3
-    with pytest.raises(TeacherError, match="joint space"):
+    with pytest.raises(TeacherError, match="feature='projected'"):
         load_teacher(folder, feature="projected")
-    with pytest.raises(TeacherError, match="unknown global feature 'pooled'"):
+    with pytest.raises(TeacherError, match="'pooled'"):
         load_teacher(folder, feature="pooled")
 
 
@@ -322,7 +322,7 @@ def test_bfloat16_keeps_the_rotation_exact(dinov3):
     assert cosine.min() > 0.99
     mixed = load_teacher(folder, dtype=torch.bfloat16, autocast=True)
     assert mixed.weight_dtype == torch.float32 and mixed.dtype == torch.bfloat16
-    with pytest.raises(TeacherError, match="needs a dtype"):
+    with pytest.raises(TeacherError, match="dtype"):
         load_teacher(folder, autocast=True)
 
 
@@ -353,7 +353,7 @@ def test_missing_weights_are_never_drawn_at_random(dinov3):
     dropped = next(name for name in state if "layer.1" in name)
     del state[dropped]
     save_file(state, path, metadata={"format": "pt"})
-    with pytest.raises(TeacherError, match=r"lacks weights of a DINOv3ViTModel: .*layer\.1"):
+    with pytest.raises(TeacherError, match=r"layer\.1"):
         load_teacher(folder)
 
 
@@ -361,14 +361,14 @@ def test_weights_of_another_shape(dinov3):
     _, folder = dinov3
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
-    with pytest.raises(TeacherError, match="belong together"):
+    with pytest.raises(TeacherError, match="DINOv3ViTModel"):
         load_teacher(folder)
 
 
 def test_no_weights_beside_the_config(dinov3):
     _, folder = dinov3
     (folder / "model.safetensors").unlink()
-    with pytest.raises(TeacherError, match=r"holds no weights .*model\.safetensors"):
+    with pytest.raises(TeacherError, match=r"no weights.*model\.safetensors"):
         load_teacher(folder)
 
 
@@ -376,21 +376,21 @@ def test_damaged_files(dinov3):
     _, folder = dinov3
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(TeacherError, match="cannot be loaded as a DINOv3ViTModel"):
+    with pytest.raises(TeacherError, match="DINOv3ViTModel"):
         load_teacher(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(TeacherError, match=r"cannot read .*config\.json"):
+    with pytest.raises(TeacherError, match=r"config\.json .*line 1"):
         load_teacher(folder)
     (folder / "config.json").write_text("[]")
-    with pytest.raises(TeacherError, match="JSON object"):
+    with pytest.raises(TeacherError, match=r"config\.json.*list"):
         load_teacher(folder)
 
 
 def test_unsupported_type_and_empty_folder(tmp_path):
-    with pytest.raises(TeacherError, match=r"holds no config\.json"):
+    with pytest.raises(TeacherError, match=r"no config\.json"):
         load_teacher(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(TeacherError, match="type 'bert', which is not among the supported"):
+    with pytest.raises(TeacherError, match="'bert'"):
         load_teacher(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(TeacherError, match="type None"):
@@ -457,7 +457,7 @@ def test_code_of_a_repository_runs_only_when_allowed(tmp_path, monkeypatch):
     state["conditioner.norm_std"] = torch.tensor([0.5, 0.6, 0.7]).view(3, 1, 1)
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
-    with pytest.raises(TeacherError, match=r"never run unasked.*allow_remote_code=True"):
+    with pytest.raises(TeacherError, match="allow_remote_code"):
         load_teacher(folder)
     assert not marker.exists()
 
@@ -477,7 +477,7 @@ def test_code_of_a_repository_runs_only_when_allowed(tmp_path, monkeypatch):
 def test_without_transformers(monkeypatch, dinov3):
     _, folder = dinov3
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'veca\[hf\]'"):
+    with pytest.raises(MissingExtraError, match=r"veca\[hf\]"):
         load_teacher(folder)
 
 

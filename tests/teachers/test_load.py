@@ -7,45 +7,45 @@ from veca.teachers.load import SCHEMES
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "noun"),
     [
-        ("dinov3-vitb17", "did you mean 'dinov3-vitb16'"),
-        ("timmm:vit", "unknown kind of teacher 'timmm'; did you mean 'timm'"),
-        ("./no/such/folder", "there is no folder"),
-        ("/no/such/folder", "there is no folder"),
-        ("a/b/c", "there is no folder"),
-        ("transformers:", "names no model"),
-        ("transformers:nowhere", "there is no folder nowhere"),
-        ("", "named by a short name"),
-        (None, "named by a short name"),
-        (7, "named by a short name"),
+        ("dinov3-vitb17", "'dinov3-vitb17'.*mean 'dinov3-vitb16'"),
+        ("timmm:vit", "'timmm'.*mean 'timm'"),
+        ("./no/such/folder", r"no folder \./no/such/folder"),
+        ("/no/such/folder", "no folder /no/such/folder"),
+        ("a/b/c", "no folder a/b/c"),
+        ("transformers:", "'transformers:'"),
+        ("transformers:nowhere", "no folder nowhere"),
+        ("", "''.*list_teachers"),
+        (None, "None.*list_teachers"),
+        (7, "7.*list_teachers"),
     ],
 )
-def test_what_names_no_teacher(spec, message):
-    with pytest.raises(TeacherError, match=message):
+def test_what_names_no_teacher(spec, noun):
+    with pytest.raises(TeacherError, match=noun):
         load_teacher(spec)
 
 
 def test_missing_path_and_file_instead_of_folder(tmp_path):
-    with pytest.raises(TeacherError, match="there is no folder"):
+    with pytest.raises(TeacherError, match=r"no folder .*nothing"):
         load_teacher(tmp_path / "nothing")
     file = tmp_path / "weights.bin"
     file.write_bytes(b"x")
-    with pytest.raises(TeacherError, match="is a file; give the folder"):
+    with pytest.raises(TeacherError, match=r"weights\.bin.*config\.json"):
         load_teacher(f"transformers:{file}")
-    with pytest.raises(TeacherError, match="safetensors"):
+    with pytest.raises(TeacherError, match=r"weights\.bin.*\.safetensors"):
         load_teacher(file)
 
 
 def test_bad_device_and_dtype():
-    with pytest.raises(InputError, match="device 'tpu9' cannot be used"):
+    with pytest.raises(InputError, match="'tpu9'"):
         load_teacher("dinov3-vitb16", device="tpu9")
-    with pytest.raises(TeacherError, match="dtype must be one of"):
+    with pytest.raises(TeacherError, match="int8"):
         load_teacher("dinov3-vitb16", dtype=torch.int8)
 
 
 def test_radio_is_refused_before_anything_is_fetched():
-    with pytest.raises(TeacherError, match=r"nvidia/RADIO-B.*allow_remote_code=True"):
+    with pytest.raises(TeacherError, match=r"nvidia/RADIO-B.*allow_remote_code"):
         load_teacher("radio-v2.5-b")
 
 

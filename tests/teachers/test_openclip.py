@@ -104,23 +104,23 @@ def test_towers_that_are_something_else(tmp_path):
     with pytest.raises(TeacherError, match=r"no open_clip_config\.json"):
         load_teacher(f"open_clip:{tmp_path}")
     folder = write(tmp_path / "a", tower, False, timm_model_name="convnext_base")
-    with pytest.raises(TeacherError, match="not a plain ViT"):
+    with pytest.raises(TeacherError, match="plain ViT"):
         load_teacher(folder)
     folder = write(tmp_path / "b", tower, False, attentional_pool=True)
-    with pytest.raises(TeacherError, match="sets attentional_pool"):
+    with pytest.raises(TeacherError, match="attentional_pool"):
         load_teacher(folder)
     folder = write(tmp_path / "c", tower, False, layers=3)
-    with pytest.raises(TeacherError, match="lacks weights of a CLIPVisionModel"):
+    with pytest.raises(TeacherError, match=r"encoder\.layers\.2"):
         load_teacher(folder)
     folder = write(tmp_path / "d", tower, False)
     (folder / "open_clip_model.safetensors").unlink()
-    with pytest.raises(TeacherError, match="holds no weights"):
+    with pytest.raises(TeacherError, match="no weights"):
         load_teacher(folder)
     save_file({"logit_scale": torch.ones(1)}, folder / "open_clip_model.safetensors")
-    with pytest.raises(TeacherError, match="no CLIP image tower"):
+    with pytest.raises(TeacherError, match=r"visual\.conv1\.weight"):
         load_teacher(folder)
     (folder / "open_clip_model.safetensors").write_bytes(b"short")
-    with pytest.raises(TeacherError, match="fetch it again"):
+    with pytest.raises(TeacherError, match=r"/open_clip_model\.safetensors"):
         load_teacher(folder)
 
 
@@ -134,6 +134,6 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path):
             return marker.write_text, ("run",)
 
     torch.save({"visual.conv1.weight": Evil()}, folder / "open_clip_pytorch_model.bin")
-    with pytest.raises(TeacherError, match="fetch it again"):
+    with pytest.raises(TeacherError, match=r"open_clip_pytorch_model\.bin"):
         load_teacher(folder)
     assert not marker.exists()

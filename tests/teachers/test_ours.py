@@ -6,6 +6,7 @@ import torch
 import veca
 from conftest import SMALLEST, stirred
 from veca import DenseVit, create_model
+from veca.errors import InputError
 from veca.teachers import OurTeacher, TeacherError, load_teacher, read_dense_vit, save_dense_vit
 
 PIXELS = torch.rand(2, 3, 32, 48)
@@ -45,10 +46,10 @@ def test_veca_as_a_teacher(tmp_path, model, cores):
 
 
 def test_veca_errors(tmp_path, model):
-    with pytest.raises(TeacherError, match="there is no"):
+    with pytest.raises(TeacherError, match="nothing/here"):
         load_teacher(f"veca:{tmp_path / 'nothing' / 'here'}")
     veca.save(model, tmp_path / "weights")
-    with pytest.raises(veca.VecaError, match="1 to 8"):
+    with pytest.raises(InputError, match="cores"):
         load_teacher(tmp_path / "weights", cores=9)
 
 
@@ -73,24 +74,24 @@ def test_dense_vit_round_trip(tmp_path):
 
 
 def test_dense_vit_errors(tmp_path, model):
-    with pytest.raises(TeacherError, match="there is no"):
+    with pytest.raises(TeacherError, match=r"no\.safetensors"):
         load_teacher(f"dense-vit:{tmp_path / 'no.safetensors'}")
     veca.save(model, tmp_path / "veca.safetensors")
-    with pytest.raises(TeacherError, match="holds no dense ViT"):
+    with pytest.raises(TeacherError, match=r"veca\.safetensors"):
         load_teacher(f"dense-vit:{tmp_path / 'veca.safetensors'}")
     (tmp_path / "bad.safetensors").write_bytes(b"short")
-    with pytest.raises(TeacherError, match="cannot read"):
+    with pytest.raises(TeacherError, match=r"bad\.safetensors"):
         load_teacher(f"dense-vit:{tmp_path / 'bad.safetensors'}")
     dense = DenseVit(SMALLEST)
     with torch.no_grad():
         dense.norm.weight[0] = torch.nan
     path = save_dense_vit(dense, tmp_path / "nan.safetensors")
-    with pytest.raises(TeacherError, match=r"NaN .* norm\.weight"):
+    with pytest.raises(TeacherError, match=r"norm\.weight"):
         load_teacher(path)
-    with pytest.raises(TeacherError, match="a dense ViT has none"):
+    with pytest.raises(TeacherError, match="cores="):
         OurTeacher(DenseVit(SMALLEST), name="dense", cores=4)
     save_dense_vit(DenseVit(SMALLEST), tmp_path / "dense")
-    with pytest.raises(TeacherError, match="budget of a VECA teacher"):
+    with pytest.raises(TeacherError, match=r"cores=.*dense-vit:"):
         load_teacher(tmp_path / "dense", cores=4)
 
 

@@ -163,16 +163,16 @@ def test_a_model_of_one_size_is_refused_elsewhere(timm):
     for name in ("fixed", "swin"):
         teacher = load_teacher(f"timm:{name}")
         assert teacher.sizes == ((64, 64),) and teacher.features(torch.rand(1, 3, 64, 64), (2, 2))
-        with pytest.raises(TeacherError, match="grids that work: 4 x 4, 2 x 2, 1 x 1"):
+        with pytest.raises(TeacherError, match="4 x 4, 2 x 2, 1 x 1"):
             teacher.input_size((3, 3))
 
 
 def test_errors(timm, monkeypatch):
-    with pytest.raises(TeacherError, match=r"timm cannot make 'vitt'.*Unknown model"):
+    with pytest.raises(TeacherError, match="'vitt'"):
         load_teacher("timm:vitt")
-    with pytest.raises(TeacherError, match="no route to host"):
+    with pytest.raises(TeacherError, match=r"'offline'.*no route to host"):
         load_teacher("timm:offline")
-    with pytest.raises(TeacherError, match="names no model"):
+    with pytest.raises(TeacherError, match="'timm:'"):
         load_teacher("timm:")
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(MissingExtraError, match="pip install timm"):
@@ -183,7 +183,7 @@ def test_a_timm_that_cannot_be_imported(monkeypatch, tmp_path):
     (tmp_path / "timm.py").write_text("raise RuntimeError('torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "timm", raising=False)
-    with pytest.raises(MissingExtraError, match=r"nms does not exist.*torchvision"):
+    with pytest.raises(MissingExtraError, match=r"nms .*torchvision"):
         load_teacher("timm:vit")
 
 

@@ -27,23 +27,22 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("there", "asked", "words"),
+    ("there", "asked", "why", "instead"),
     [
-        ({"built": False}, "cuda", "(this torch is built without CUDA); use cpu."),
-        ({"built": False}, "cuda:1", "(this torch is built without CUDA); use cpu."),
-        ({"built": False, "mps": True}, "cuda", "without CUDA); use cpu or mps."),
-        ({"built": True}, "cuda", "(torch sees no GPU); use cpu."),
-        ({"built": True}, "mps", "(torch sees no GPU of Apple's); use cpu."),
-        ({"built": True, "gpus": 1}, "cuda:7", "(a line of torch's); use cpu or cuda."),
-        ({"built": True, "gpus": 4}, "cuda:7", "use cpu or cuda:0 to cuda:3."),
+        ({"built": False}, "cuda", "without CUDA", "cpu"),
+        ({"built": False}, "cuda:1", "without CUDA", "cpu"),
+        ({"built": False, "mps": True}, "cuda", "without CUDA", "mps"),
+        ({"built": True}, "cuda", "no GPU", "cpu"),
+        ({"built": True}, "mps", "Apple", "cpu"),
+        ({"built": True, "gpus": 1}, "cuda:7", "a line of torch's", "cuda"),
+        ({"built": True, "gpus": 4}, "cuda:7", "a line of torch's", "cuda:3"),
     ],
 )
-def test_what_is_missing_and_what_is_there(machine, there, asked, words):
+def test_what_is_missing_and_what_is_there(machine, there, asked, why, instead):
     machine(**there)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match=rf"{asked!r}.*{why}.*\b{instead}\W*$") as caught:
         usable_device(asked)
-    assert str(caught.value).startswith(f"device {asked!r} cannot be used here (")
-    assert str(caught.value).endswith(words)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_device_that_is_there():

@@ -28,34 +28,31 @@ def test_what_is_there_is_given():
 def test_what_is_not_installed(monkeypatch):
     for name in ("umap", "sklearn", "efficientnet_lite4_pytorch_model"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert refusal("umap").endswith("pip install 'veca[umap]'")
-    assert "needs scikit-learn, which is not installed" in refusal("sklearn")
-    assert refusal("umap", extra="viz").endswith("pip install 'veca[viz]'")
+    assert "'veca[umap]'" in refusal("umap")
+    assert "scikit-learn" in refusal("sklearn")
+    assert "'veca[viz]'" in refusal("umap", extra="viz")
     package = "efficientnet-lite4-pytorch-model"
-    assert refusal(package.replace("-", "_")).endswith(f"pip install {package}")
+    assert f"pip install {package}" in refusal(package.replace("-", "_"))
 
 
 def test_a_library_that_lacks_another(monkeypatch, tmp_path):
     library(tmp_path, monkeypatch, "timm", "import torchwisdom.ops")
     said = refusal("timm")
-    assert "needs timm, which needs torchwisdom" in said
-    assert said.endswith("pip install torchwisdom")
+    assert "timm" in said and "pip install torchwisdom" in said
 
 
 def test_a_library_that_another_breaks(monkeypatch, tmp_path):
     code = "raise RuntimeError('operator torchvision::nms does not exist\\nand more')"
     library(tmp_path, monkeypatch, "timm", code)
     said = refusal("timm")
-    assert "RuntimeError: operator torchvision::nms does not exist" in said
-    assert said.endswith("a torchvision that belongs to this torch.")
+    assert "operator torchvision::nms does not exist" in said  # the library's own words
+    assert "pip install" not in said  # timm is there
     library(tmp_path, monkeypatch, "usearch", "raise ImportError('libstdc++.so.6')")
     said = refusal("usearch")
-    assert "libstdc++.so.6" in said and said.endswith("pip install 'veca[search]'")
+    assert "libstdc++.so.6" in said and "'veca[search]'" in said
 
 
 def test_the_error_alone():
     error = missing("gradio", "the demo", fault="is too old")
     assert isinstance(error, ImportError)
-    assert str(error) == (
-        "the demo needs gradio, which is too old; install it with: pip install 'veca[demo]'"
-    )
+    assert all(part in str(error) for part in ("gradio", "the demo", "is too old", "'veca[demo]'"))

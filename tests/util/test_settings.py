@@ -67,7 +67,7 @@ def test_there_and_back() -> None:
 def test_whole_numbers_become_numbers_and_nothing_else_is_turned() -> None:
     assert READER.build(Inner, SettingsTables({"lr": 2})) == Inner(2.0)
     for table in ({"steps": 2.0}, {"steps": True}, {"lr": True}, {"lr": float("nan")}):
-        with pytest.raises(ProbeError, match="must be a"):
+        with pytest.raises(ProbeError, match=next(iter(table))):
             READER.build(Inner, SettingsTables(table))
 
 
@@ -96,24 +96,24 @@ class TestExtends:
 
     def test_one_base_twice_in_a_chain_is_a_cycle(self, tmp_path: Path) -> None:
         path = write(tmp_path, a='extends = "b.toml"', b='extends = "a.toml"')
-        with pytest.raises(ProbeError, match=r"leads back .*b.toml -> a.toml -> b.toml") as caught:
+        with pytest.raises(ProbeError, match=r"extends.*b\.toml -> a\.toml -> b\.toml") as caught:
             load(path)
         assert "\n" not in str(caught.value)
-        with pytest.raises(ProbeError, match=r"self.toml: extends leads back"):
+        with pytest.raises(ProbeError, match=r"extends.*self\.toml -> self\.toml"):
             load(write(tmp_path, self='extends = "self.toml"'))
 
     @pytest.mark.parametrize(
         ("base", "child", "words"),
         [
-            ("[inner]\nlrr = 1", "[inner]\nlr = 1", r"base\.toml: unknown .*\[inner\] 'lrr'"),
-            ("[inner]\nlr = 1", "[inner]\nlrr = 1", r"child\.toml: unknown .*\[inner\] 'lrr'"),
-            ('seed = "1"', "", r"base\.toml: seed must be a whole number"),
-            ('seed = "1"', "seed = 2.5", r"child\.toml: seed must be a whole number, got 2\.5"),
-            ('[[items]]\nname = "x"\non = 1', "", r"base\.toml: items\.0\.on must be true or"),
-            ("[[items]]\non = true", "", r"base\.toml: \[items\.0\] lacks the setting 'name'"),
-            ("[inner]\nsteps = -1", "", r"base\.toml: inner\.steps must be at least 0"),
-            ("inner = 1", "[inner]\nlr = true", r"child\.toml: inner\.lr must be a finite"),
-            ("a = = 1", "", r"base\.toml is not valid TOML"),
+            ("[inner]\nlrr = 1", "[inner]\nlr = 1", r"base\.toml.*\[inner\].*'lrr'"),
+            ("[inner]\nlr = 1", "[inner]\nlrr = 1", r"child\.toml.*\[inner\].*'lrr'"),
+            ('seed = "1"', "", r"base\.toml.*seed"),
+            ('seed = "1"', "seed = 2.5", r"child\.toml.*seed.*2\.5"),
+            ('[[items]]\nname = "x"\non = 1', "", r"base\.toml.*items\.0\.on"),
+            ("[[items]]\non = true", "", r"base\.toml.*items\.0.*'name'"),
+            ("[inner]\nsteps = -1", "", r"base\.toml.*inner\.steps"),
+            ("inner = 1", "[inner]\nlr = true", r"child\.toml.*inner\.lr"),
+            ("a = = 1", "", r"base\.toml.*TOML"),
         ],
     )
     def test_the_file_of_a_mistake_is_named(self, tmp_path, base, child, words) -> None:
@@ -122,13 +122,13 @@ class TestExtends:
             load(path)
 
     def test_a_base_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ProbeError, match=r"a\.toml: extends 'no\.toml', but there is no file"):
+        with pytest.raises(ProbeError, match=r"a\.toml.*'no\.toml'"):
             load(write(tmp_path, a='extends = "no.toml"'))
-        with pytest.raises(ProbeError, match=r"a\.toml: extends must be text in quotes, got 1"):
+        with pytest.raises(ProbeError, match=r"a\.toml.*extends.* 1\b"):
             load(write(tmp_path, a="extends = 1"))
 
     def test_only_files_extend(self) -> None:
-        with pytest.raises(ProbeError, match="unknown setting 'extends'"):
+        with pytest.raises(ProbeError, match="'extends'"):
             READER.build(Outer, SettingsTables({"extends": "base.toml"}))
 
 
@@ -145,9 +145,9 @@ class TestChanges:
         ("line", "words"),
         [
             ("seed", "wrong form 'seed'"),
-            ("inner..lr=1", "wrong form"),
-            ("seed.x=1", "seed is one value"),
-            ("items.3.name=y", "items.3: expected a number from 0 to 0, got '3'"),
+            ("inner..lr=1", r"wrong form 'inner\.\.lr=1'"),
+            ("seed.x=1", "^seed"),
+            ("items.3.name=y", r"items\.3"),
         ],
     )
     def test_what_cannot_be_changed(self, line: str, words: str) -> None:
@@ -158,7 +158,7 @@ class TestChanges:
         path = write(tmp_path, base="[inner]\nlr = 1", child='extends = "base.toml"')
         settings = READER.read(path)
         READER.change(settings, "inner.lr=fast")
-        with pytest.raises(ProbeError, match=r"child\.toml: inner\.lr must be a finite number"):
+        with pytest.raises(ProbeError, match=r"child\.toml.*inner\.lr"):
             READER.build(Outer, settings)
 
 
@@ -171,7 +171,7 @@ def test_recipes_and_protocols_extend_alike(tmp_path: Path) -> None:
     kept = write(tmp_path / "run", config=config.to_toml())
     assert "extends" not in kept.read_text() and load_config(kept) == config
     (tmp_path / "base.toml").write_text("[optimizer]\nlrr = 1")
-    with pytest.raises(DistillError, match=r"base\.toml: unknown setting in \[optimizer\] 'lrr'"):
+    with pytest.raises(DistillError, match=r"base\.toml.*'lrr'"):
         load_config(path)
 
     whole = load_protocol("quick")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from conftest import SMALLEST, stirred
 from veca import create_model, save
 from veca.cli.viz import parse_point, viz
-from veca.errors import InputError, VecaError
+from veca.errors import InputError
 
 
 @pytest.fixture
@@ -64,22 +64,22 @@ def test_one_figure_can_be_a_named_file(veca_viz, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "noun"),
     [
-        (["pahts"], "did you mean 'paths'"),
-        (["paths", "--format", "bmp"], "png"),
-        (["paths", "--cores", "9"], "from 1 to 8"),
-        (["states", "--layers", "4"], "1 to 3"),
-        (["features", "--colours", "tsne"], "pca"),
-        (["attention", "--kind", "norn"], "did you mean 'norm'"),
-        (["similarity", "--at", "1"], "X,Y"),
-        (["similarity", "--at", "5000,1"], "96 wide"),
+        (["pahts"], "'pahts'"),
+        (["paths", "--format", "bmp"], "'bmp'"),
+        (["paths", "--cores", "9"], "cores"),
+        (["states", "--layers", "4"], "layers"),
+        (["features", "--colours", "tsne"], "'tsne'"),
+        (["attention", "--kind", "norn"], "'norn'"),
+        (["similarity", "--at", "1"], "'1'"),
+        (["similarity", "--at", "5000,1"], "5000"),
         (["report", "--format", "png"], "folder"),
     ],
 )
-def test_bad_input_is_told_and_leaves_nothing(veca_viz, tmp_path, args, message):
+def test_bad_input_is_told_and_leaves_nothing(veca_viz, tmp_path, args, noun):
     result = veca_viz(*args)
-    assert isinstance(result.exception, VecaError) and message in str(result.exception)
+    assert isinstance(result.exception, InputError) and noun in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
@@ -88,8 +88,8 @@ def test_a_picture_that_cannot_be_written_is_no_folder(veca_viz, tmp_path, name)
     for args in (["features"], ["features", "--format", "png"]):
         result = veca_viz(*args, out=name)
         assert isinstance(result.exception, InputError)
-        assert "a file that ends in .png, .svg or .html, or a folder" in str(result.exception)
-    assert "a report is a folder" in str(veca_viz("report", out=name).exception)
+        assert ".svg" in str(result.exception)
+    assert "report" in str(veca_viz("report", out=name).exception)
     assert not (tmp_path / name).exists()
 
 

@@ -78,7 +78,7 @@ def test_overlay_mixes_in_the_photo(view):
     mixed = viz.draw_features([view], [8], overlay=0.5).panels[1].picture
     expected = Image.blend(plain, view.shown, 0.5)
     assert np.array_equal(np.array(mixed), np.array(expected))
-    with pytest.raises(InputError, match="from 0 to 1"):
+    with pytest.raises(InputError, match="overlay"):
         viz.draw_features([view], [8], overlay=2)
 
 
@@ -95,7 +95,7 @@ def test_sizes_stand_side_by_side(view):
 
 def test_a_strip_is_not_made_enormous(tiny):
     strip = viz.View(tiny, Image.new("RGB", (3000, 20)), 32, name="strip")
-    with pytest.raises(InputError, match=r"614,400 patches, more than .* smaller sizes"):
+    with pytest.raises(InputError, match="614,400"):
         viz.draw_sizes([strip], [16, 1024])
     assert viz.draw_sizes([strip], [16]).rows
 
@@ -145,7 +145,7 @@ def test_single_cores_are_heat_with_a_dot_where_they_stand(view):
     assert (dot.x, dot.y) == pytest.approx(((x + 1) / 2, (y + 1) / 2))
     expected = viz.heat(view.shown, view.attention(8, [3])[0, 4])
     assert np.array_equal(np.array(panel.picture), np.array(expected))
-    with pytest.raises(InputError, match="1 to 4"):
+    with pytest.raises(InputError, match=r"cores.*\[5\]"):
         viz.draw_single_cores(view, [4], [5])
 
 
@@ -201,7 +201,7 @@ def test_similarity_shows_the_image_and_every_point(view):
     values = torch.stack([viz.point_map(view, points[0], c) for c in (2, 8)])
     assert column[0].scale == column[1].scale
     assert column[0].scale == pytest.approx((values.min().item(), values.max().item()))
-    with pytest.raises(InputError, match="from 0 to 1"):
+    with pytest.raises(InputError, match="point"):
         viz.draw_similarity(view, [(2, 0)])
 
 
@@ -219,13 +219,13 @@ def test_agreement_is_one_with_itself_and_below_with_fewer(view):
 def test_figures_by_name(view, tiny, photo):
     two = [view, viz.View(tiny, photo, 32, name="q", height=80)]
     assert len(viz.draw("features", two)) == 1 and len(viz.draw("paths", two)) == 2
-    with pytest.raises(InputError, match="did you mean 'paths'"):
+    with pytest.raises(InputError, match="'path'"):
         viz.draw("path", view)
     with pytest.raises(InputError, match="no photos"):
         viz.draw("paths", [])
-    for bad in ({"kind": "nrom"}, {"method": "tsne"}):
-        with pytest.raises(InputError, match="Known"):
-            viz.Options(**bad)
+    for name, value in (("kind", "nrom"), ("method", "tsne")):
+        with pytest.raises(InputError, match=f"'{value}'"):
+            viz.Options(**{name: value})
 
 
 def test_files_are_named_after_figure_and_photo(view, tiny, photo, tmp_path):
@@ -236,6 +236,6 @@ def test_files_are_named_after_figure_and_photo(view, tiny, photo, tmp_path):
     assert [p.name for p in viz.save("features", two, tmp_path, options)] == ["features.png"]
     (one,) = viz.save("paths", [view], tmp_path / "new" / "x.html", options)
     assert one.read_text().startswith("<!doctype html>")
-    with pytest.raises(InputError, match="each of 2 photos"):
+    with pytest.raises(InputError, match=r"y\.png"):
         viz.save("paths", two, tmp_path / "y.png", options)
     assert not (tmp_path / "y.png").exists()

@@ -62,9 +62,9 @@ def test_features_of_half_precision_are_projected_in_full():
 
 
 def test_wrong_input_is_told():
-    with pytest.raises(InputError, match="did you mean 'pca'"):
+    with pytest.raises(InputError, match="'pcs'"):
         project([torch.randn(4, 4)], method="pcs")
-    with pytest.raises(InputError, match="one width"):
+    with pytest.raises(InputError, match=r"\(4, 5\)"):
         project([torch.randn(4, 4), torch.randn(4, 5)])
     with pytest.raises(InputError, match="empty"):
         project([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -93,7 +94,7 @@ def test_other_names(tiny: Veca, places: list[Path]) -> None:
     (places[2] / "empty").mkdir()
     assert available() == ["my-own.v2"]
     assert load("my-own.v2").config == tiny.config
-    with pytest.raises(WeightsError, match=r"'my-own.v3'; did you mean 'my-own.v2'"):
+    with pytest.raises(WeightsError, match=r"'my-own\.v2'"):
         load("my-own.v3")
 
 
@@ -107,19 +108,17 @@ def test_a_known_name_without_weights(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         load("base")
     message = str(caught.value)
-    for words in ("assets/weights", "clone/weights", "cache", "create_model('base')"):
+    for words in ("assets/weights", "clone/weights", "cache", "create_model"):
         assert words in message
     assert "veca import" in message
 
 
 def test_an_unknown_name() -> None:
-    with pytest.raises(
-        WeightsError, match="'veca_smal_patch16'; did you mean 'veca_small_patch16'"
-    ):
+    with pytest.raises(WeightsError, match="'veca_small_patch16'"):
         load("veca_smal_patch16")
-    with pytest.raises(WeightsError, match="'smal'; did you mean 'small'"):
+    with pytest.raises(WeightsError, match="'small'"):
         load("smal")
-    with pytest.raises(WeightsError, match=r"no weights are called 'checkpoint.pt'"):
+    with pytest.raises(WeightsError, match=r"checkpoint\.pt"):
         load("checkpoint.pt")
 
 
@@ -169,13 +168,13 @@ def test_a_model_knows_what_its_weights_are_called(
     ],
 )
 def test_missing_paths_are_not_sent_to_the_hub(source: Any) -> None:
-    with pytest.raises(WeightsError, match=r"there is no .*check the path"):
+    with pytest.raises(WeightsError, match="hub id"):
         load(source)
 
 
 @pytest.mark.parametrize("source", [None, 3, "", b"", ["x"]])
 def test_sources_that_name_nothing(source: Any) -> None:
-    with pytest.raises(InputError, match="weights are named by a string or a path"):
+    with pytest.raises(InputError, match=re.escape(repr(source))):
         load(source)
 
 
@@ -183,7 +182,7 @@ def test_wrong_kinds_of_files(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(b"PK")
     with pytest.raises(WeightsError, match="import_official"):
         load(tmp_path / "x.pt")
-    with pytest.raises(WeightsError, match=r"holds no model.safetensors"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
         load(tmp_path)
 
 
@@ -260,15 +259,12 @@ def test_named_weights_on_the_hub(
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (
-            ConnectionError("Name or service not known\nmore"),
-            "ConnectionError: Name or service not k",
-        ),
-        (TimeoutError("timed out"), "TimeoutError.*check the network"),
-        (type("GatedRepoError", (OSError,), {})("x"), "accept its licence .*hf auth login"),
-        (type("RepositoryNotFoundError", (OSError,), {})("x"), "no such repository, or it is priv"),
-        (type("RevisionNotFoundError", (OSError,), {})("x"), "no revision 'v9'"),
-        (type("OfflineModeIsEnabled", (OSError,), {})("x"), "HF_HUB_OFFLINE is set"),
+        (ConnectionError("Name or service not known\nmore"), "ConnectionError"),
+        (TimeoutError("timed out"), "TimeoutError"),
+        (type("GatedRepoError", (OSError,), {})("x"), "licence"),
+        (type("RepositoryNotFoundError", (OSError,), {})("x"), "private"),
+        (type("RevisionNotFoundError", (OSError,), {})("x"), "revision"),
+        (type("OfflineModeIsEnabled", (OSError,), {})("x"), "HF_HUB_OFFLINE"),
     ],
 )
 def test_trouble(fake: Hub, tiny: Veca, tmp_path: Path, error: Exception, words: str) -> None:
@@ -290,10 +286,10 @@ def test_the_names_of_the_clients_errors() -> None:
 
 def test_a_repository_without_weights(fake: Hub, tmp_path: Path) -> None:
     fake.folder = tmp_path
-    with pytest.raises(WeightsError, match=r"holds no model\.safetensors"):
+    with pytest.raises(WeightsError, match=r"model\.safetensors"):
         load("owner/name")
     fake.trouble = ConnectionError("no network")
-    with pytest.raises(WeightsError, match="check the network"):
+    with pytest.raises(WeightsError, match="ConnectionError"):
         load("owner/name")
 
 
@@ -308,7 +304,7 @@ def real_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_offline_by_choice(real_client: Path, tiny: Veca, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(WeightsError, match="HF_HUB_OFFLINE is set"):
+    with pytest.raises(WeightsError, match="HF_HUB_OFFLINE"):
         load("owner/name")
     repo = real_client / "models--owner--name"
     (repo / "refs").mkdir(parents=True)
@@ -324,7 +320,7 @@ def test_no_network_at_all(real_client: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(socket, "getaddrinfo", fail)
     monkeypatch.setattr(socket.socket, "connect", fail)
     start = time.monotonic()
-    with pytest.raises(WeightsError, match=r"cannot be fetched .*check the network"):
+    with pytest.raises(WeightsError, match="network"):
         load("owner/name")
     assert time.monotonic() - start < 10
 
@@ -345,6 +341,6 @@ def test_a_server_that_never_answers(
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", silent_server)
     monkeypatch.setattr(hub, "TIMEOUT", 0.3)
     start = time.monotonic()
-    with pytest.raises(WeightsError, match="check the network"):
+    with pytest.raises(WeightsError, match="network"):
         load("owner/name")
     assert time.monotonic() - start < 8

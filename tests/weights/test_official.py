@@ -156,7 +156,7 @@ def test_pure_functions_on_dicts(tiny: Veca) -> None:
     assert ours.keys() == tiny.state_dict().keys()
     assert all(torch.equal(ours[name], t) for name, t in tiny.state_dict().items())
     del theirs["pos_alpha"]
-    with pytest.raises(WeightsError, match="missing: pos_alpha"):
+    with pytest.raises(WeightsError, match="pos_alpha"):
         official.to_ours(theirs, tiny.config)
 
 
@@ -260,7 +260,7 @@ def test_any_hidden_width_is_inferred(width: int, ratio: float) -> None:
 def test_heads_that_cannot_be_told(tmp_path: Path) -> None:
     c = authors.settings(hidden_dim=96, num_heads=3)
     torch.save(authors.state(c), tmp_path / "x.pt")
-    with pytest.raises(WeightsError, match=r"number of heads .*config_overrides=\{'heads'"):
+    with pytest.raises(WeightsError, match="'heads'"):
         import_official(tmp_path / "x.pt")
     assert import_official(tmp_path / "x.pt", config_overrides={"heads": 3}).config.heads == 3
 
@@ -268,19 +268,19 @@ def test_heads_that_cannot_be_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"patch_embed_use_ln": True}, "patch_embed_use_ln is set"),
-        ({"rope_zero_freqs_from": "high"}, "rope_zero_freqs_from is 'high'"),
-        ({"hidden_dim": 256}, "hidden_dim says 256, the tensors 128"),
-        ({"num_layers": 4}, r"num_layers says 4, the tensors 3.*missing: pos_linears\.2\.weight"),
-        ({"num_layers": 10**9}, "num_layers says 1000000000"),
-        ({"num_query_tokens": 10**9}, "num_query_tokens says 1000000000"),
-        ({"num_query_tokens": 24}, "num_query_tokens says 24, the tensors 16"),
-        ({"mlp_ratio": 4.0}, r"mlp_ratio 4 \(hidden width\) says 512, the tensors 341"),
-        ({"patch_size": 14}, r"patch_size says 14.*patch_embed\.proj\.weight has shape"),
-        ({"distill_output_dim": 64}, r"says 64, the tensors 128.*missing: output_proj\.weight"),
-        ({"num_heads": 5}, "width 128 is not a multiple of heads 5"),
-        ({"num_heads": "two"}, "num_heads is str, not a number"),
-        ({"dropout": 2.0}, "dropout must be"),
+        ({"patch_embed_use_ln": True}, "patch_embed_use_ln"),
+        ({"rope_zero_freqs_from": "high"}, "rope_zero_freqs_from"),
+        ({"hidden_dim": 256}, "hidden_dim"),
+        ({"num_layers": 4}, r"pos_linears\.2\.weight"),
+        ({"num_layers": 10**9}, "num_layers"),
+        ({"num_query_tokens": 10**9}, "num_query_tokens"),
+        ({"num_query_tokens": 24}, r"query_token_chunks\.2"),
+        ({"mlp_ratio": 4.0}, "mlp_ratio"),
+        ({"patch_size": 14}, "patch_size"),
+        ({"distill_output_dim": 64}, r"output_proj\.weight"),
+        ({"num_heads": 5}, "heads 5"),
+        ({"num_heads": "two"}, "num_heads"),
+        ({"dropout": 2.0}, "dropout"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -297,7 +297,7 @@ def test_overrides_repair_settings(tmp_path: Path) -> None:
     c = authors.settings()
     path = checkpoint(tmp_path / "x.pt", authors.state(c), {**c, "hidden_dim": 256})
     assert import_official(path, config_overrides={"width": 128}).config.width == 128
-    with pytest.raises(WeightsError, match="'widht'; did you mean 'width'"):
+    with pytest.raises(WeightsError, match="'width'"):
         import_official(path, config_overrides={"widht": 128})
 
 
@@ -305,7 +305,7 @@ def test_a_family_alone_must_fit(tmp_path: Path) -> None:
     path = checkpoint(
         tmp_path / "x.pt", authors.state(authors.settings()), {"model_family": "base"}
     )
-    with pytest.raises(WeightsError, match="hidden_dim says 768, the tensors 128"):
+    with pytest.raises(WeightsError, match="hidden_dim"):
         import_official(path)
 
 
@@ -335,22 +335,18 @@ def test_compiled_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "words"),
     [
-        ("blocks.1.fc1.weight", None, r"missing: blocks\.1\.fc1\.weight"),
-        ("pos_alpha", None, "missing: pos_alpha"),
-        ("qcoord_chunks.1", None, r"missing: qcoord_chunks\.1"),
+        ("blocks.1.fc1.weight", None, r"blocks\.1\.fc1\.weight"),
+        ("pos_alpha", None, "missing.*pos_alpha"),
+        ("qcoord_chunks.1", None, r"qcoord_chunks\.1"),
         ("query_token_chunks.0", None, r"query_token_chunks\.0"),
-        ("patch_embed.proj.weight", None, r"missing: patch_embed\.proj\.weight"),
-        ("final_norm.bias", None, r"missing: final_norm\.bias"),
-        ("rope.periods", (8,), r"extra: rope\.periods"),
-        ("patch_embed.norm.weight", (128,), r"extra: patch_embed\.norm\.weight"),
-        ("blocks.0.attn.q_proj.weight", (128, 64), r"q_proj\.weight has shape \[128, 64\] instead"),
-        ("pos_alpha", (3,), r"pos_alpha has shape \[3\] instead of \[2\]"),
-        (
-            "blocks.2.norm_attn.weight",
-            (64,),
-            r"norm_attn\.weight has shape \[64\] instead of \[128",
-        ),
-        ("final_norm.weight", (), r"final_norm\.weight has shape \[\] instead of \[128\]"),
+        ("patch_embed.proj.weight", None, r"patch_embed\.proj\.weight"),
+        ("final_norm.bias", None, r"final_norm\.bias"),
+        ("rope.periods", (8,), r"rope\.periods"),
+        ("patch_embed.norm.weight", (128,), r"patch_embed\.norm\.weight"),
+        ("blocks.0.attn.q_proj.weight", (128, 64), r"q_proj\.weight"),
+        ("pos_alpha", (3,), r"pos_alpha.*\[3\]"),
+        ("blocks.2.norm_attn.weight", (64,), r"norm_attn\.weight"),
+        ("final_norm.weight", (), r"final_norm\.weight"),
     ],
 )
 def test_bad_tensors_are_named_in_their_words(
@@ -369,40 +365,41 @@ def test_bad_tensors_are_named_in_their_words(
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "noun"),
     [
-        (torch.full((128,), float("nan")), r"NaN or infinite numbers in final_norm\.bias"),
-        (torch.full((128,), float("inf")), r"NaN or infinite numbers in final_norm\.bias"),
-        (torch.ones(128, dtype=torch.int64), r"final_norm\.bias is torch\.int64"),
-        (torch.ones(128).to_sparse(), r"final_norm\.bias is not an ordinary tensor"),
-        ([0.0] * 128, r"'final_norm\.bias' among the weights is a list"),
+        (torch.full((128,), float("nan")), "NaN"),
+        (torch.full((128,), float("inf")), "NaN"),
+        (torch.ones(128, dtype=torch.int64), "int64"),
+        (torch.ones(128).to_sparse(), "sparse"),
+        ([0.0] * 128, "list"),
     ],
 )
 def test_bad_values(
-    small: tuple[Path, dict[str, Tensor], dict[str, Any]], value: Any, words: str
+    small: tuple[Path, dict[str, Tensor], dict[str, Any]], value: Any, noun: str
 ) -> None:
     path, state, c = small
     checkpoint(path, {**state, "final_norm.bias": value}, c)
-    with pytest.raises(WeightsError, match=words):
+    with pytest.raises(WeightsError, match=r"final_norm\.bias") as caught:
         import_official(path)
+    assert noun in str(caught.value).replace(str(path), ""), "the path holds the case's name"
 
 
 def test_two_of_a_name(small: tuple[Path, dict[str, Tensor], dict[str, Any]]) -> None:
     path, state, c = small
     checkpoint(path, {**state, "module.pos_alpha": torch.ones(2)}, c)
-    with pytest.raises(WeightsError, match="two tensors are called pos_alpha"):
+    with pytest.raises(WeightsError, match="prefix"):
         import_official(path)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ([1, 2], "holds a list, not a checkpoint"),
-        ({"student": 3}, "'student' is a int"),
-        ({"student": {}}, r"missing: blocks\.0\.norm_attn\.weight. It holds none"),
-        ({"epoch": 3, "model": {}}, "'epoch' among the weights is a int"),
-        ({"a.weight": torch.ones(2)}, r"not a VECA model's.*It holds a\.weight"),
-        ({"student": {}, "config": [1]}, "'config' is a list, not a plain dict"),
+        ([1, 2], "holds a list"),
+        ({"student": 3}, "dict of tensors"),
+        ({"student": {}}, "holds none"),
+        ({"epoch": 3, "model": {}}, "'epoch'"),
+        ({"a.weight": torch.ones(2)}, r" a\.weight"),
+        ({"student": {}, "config": [1]}, "'config'"),
     ],
 )
 def test_other_files_of_torch(tmp_path: Path, content: Any, words: str) -> None:
@@ -427,15 +424,15 @@ def test_truncated_anywhere(small: tuple[Path, dict[str, Tensor], dict[str, Any]
 
 
 def test_paths_that_are_no_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="does not exist"):
+    with pytest.raises(WeightsError, match=r"none\.pt"):
         import_official(tmp_path / "none.pt")
-    with pytest.raises(WeightsError, match="is a folder"):
+    with pytest.raises(WeightsError, match="folder"):
         import_official(tmp_path)
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    with pytest.raises(WeightsError, match=r"veca\.load reads it"):
+    with pytest.raises(WeightsError, match=r"veca\.load"):
         import_official(tmp_path / "x.safetensors")
     (tmp_path / "x.txt").write_text("hello")
-    with pytest.raises(WeightsError, match="not a torch-saved checkpoint"):
+    with pytest.raises(WeightsError, match=r"x\.txt"):
         import_official(tmp_path / "x.txt")
     with pytest.raises(InputError, match="dtype"):
         import_official(tmp_path / "x.txt", dtype=torch.int8)
@@ -448,7 +445,7 @@ def test_the_format_of_old_torch(tmp_path: Path) -> None:
     assert import_official(tmp_path / "old.pt").config.width == 128
     content["optimizer"] = Path("foreign")
     torch.save(content, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(WeightsError, match="save it again"):
+    with pytest.raises(WeightsError, match=r"torch before 1\.6"):
         import_official(tmp_path / "old.pt")
 
 
@@ -471,7 +468,7 @@ def test_export_is_atomic(tiny: Veca, tmp_path: Path, monkeypatch: pytest.Monkey
         raise RuntimeError("PytorchStreamWriter failed writing file")
 
     monkeypatch.setattr(official.torch, "save", fail)
-    with pytest.raises(OutputError, match=r"cannot write .*x\.pt"):
+    with pytest.raises(OutputError, match=r"x\.pt"):
         export_official(tiny, path)
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
@@ -481,13 +478,13 @@ def test_export_is_atomic(tiny: Veca, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_export_refuses_what_their_code_cannot_do(tiny: Veca, tmp_path: Path, field: str) -> None:
     value = {"rope_base": 50.0, "norm_eps": 1e-6, "image_mean": (0.5, 0.5, 0.5)}[field]
     model = create_model(tiny.config, **{field: value})
-    with pytest.raises(WeightsError, match=f"no place for {field}"):
+    with pytest.raises(WeightsError, match=field):
         export_official(model, tmp_path / "x.pt")
     assert not (tmp_path / "x.pt").exists()
 
 
 def test_export_refuses_what_is_no_model(tiny: Veca, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="takes a Veca model"):
+    with pytest.raises(InputError, match="Linear"):
         export_official(torch.nn.Linear(1, 1), tmp_path / "x.pt")  # type: ignore[arg-type]
     with torch.no_grad():
         tiny.norm.bias[0] = float("nan")

@@ -110,7 +110,7 @@ def test_outside_a_clone_small_is_asked_for_by_path(monkeypatch, tmp_path):
     (tmp_path / "site-packages" / "veca").mkdir(parents=True)
     monkeypatch.setattr("veca.weights.names._PACKAGE", tmp_path / "site-packages" / "veca")
     monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(WeightsError, match=r"clone of the repository, in weights/"):
+    with pytest.raises(WeightsError, match="repository"):
         veca.load("small")
-    with pytest.raises(WeightsError, match="none are published"):
+    with pytest.raises(WeightsError, match="create_model"):
         veca.load("base")

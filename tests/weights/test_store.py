@@ -20,7 +20,7 @@ from torch import Tensor
 
 import veca
 from conftest import SMALLEST
-from veca.errors import ConfigError, InputError, OutputError, VecaError, WeightsError
+from veca.errors import ConfigError, InputError, OutputError, WeightsError
 from veca.model import Veca, create_model
 from veca.weights import load, read_config, read_provenance, save, store, weights_hash
 from veca.weights.tensors import content_hash
@@ -152,7 +152,7 @@ def test_provenance_of_earlier_tensors_is_not_believed(folder: Path, tiny: Veca)
 
 @pytest.mark.parametrize("bad", [{"x": {1, 2}}, {"x": float("nan")}, ["x"], {"x": torch.ones(1)}])
 def test_provenance_must_be_json(tiny: Veca, tmp_path: Path, bad: Any) -> None:
-    with pytest.raises(InputError, match="provenance must"):
+    with pytest.raises(InputError, match="provenance"):
         save(tiny, tmp_path / "x", provenance=bad)
     assert not (tmp_path / "x").exists()
 
@@ -194,11 +194,11 @@ def test_truncated_anywhere(tiny: Veca, tmp_path: Path, place: str) -> None:
         for use in (load, weights_hash, read_provenance):
             if use is read_provenance and path.is_dir():
                 continue
-            with pytest.raises(WeightsError, match="cut short or damaged") as caught:
+            with pytest.raises(WeightsError, match="damaged") as caught:
                 use(path)
             assert str(file) in str(caught.value)
     file.write_bytes(whole + b"x")
-    with pytest.raises(WeightsError, match="cut short or damaged"):
+    with pytest.raises(WeightsError, match="damaged"):
         load(path)
     file.write_bytes(whole)
     assert same(load(path), tiny)
@@ -209,7 +209,7 @@ def test_a_flipped_bit(folder: Path) -> None:
     whole = bytearray(file.read_bytes())
     whole[-2] ^= 1
     file.write_bytes(whole)
-    with pytest.raises(WeightsError, match=r"model\.safetensors.*sha256 differs"):
+    with pytest.raises(WeightsError, match="sha256"):
         load(folder)
 
 
@@ -232,11 +232,9 @@ def test_missing_extra_misshapen(tiny: Veca, tmp_path: Path, place: str) -> None
     rewrite(store.tensors_file(path), change)
     with pytest.raises(WeightsError) as caught:
         load(path)
-    message = str(caught.value)
-    assert "missing: blocks.1.ffn.up.bias" in message
-    assert "extra: blocks.7.surplus" in message
-    assert "bank.tokens has shape [8, 31] instead of [8, 32]" in message
-    assert str(store.tensors_file(path)) in message
+    for noun in ("blocks.1.ffn.up.bias", "blocks.7.surplus", "bank.tokens", "[8, 31]", "[8, 32]"):
+        assert noun in str(caught.value)
+    assert str(store.tensors_file(path)) in str(caught.value)
 
 
 def test_long_lists_are_cut(folder: Path) -> None:
@@ -245,27 +243,28 @@ def test_long_lists_are_cut(folder: Path) -> None:
             del tensors[name]
 
     rewrite(folder / "model.safetensors", change)
-    with pytest.raises(WeightsError, match=r"missing: (blocks\.2\.[\w.]+, ){4}\S+ and 11 more"):
+    with pytest.raises(WeightsError, match="11 more") as caught:
         load(folder)
+    assert str(caught.value).count("blocks.2.") == 5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_not_finite(folder: Path, value: float) -> None:
     rewrite(folder / "model.safetensors", lambda t: t["moves.1.head.weight"][0, 3].fill_(value))
-    with pytest.raises(WeightsError, match=r"NaN or infinite numbers in moves\.1\.head\.weight"):
+    with pytest.raises(WeightsError, match=r"moves\.1\.head\.weight"):
         load(folder)
 
 
 def test_not_floating(folder: Path) -> None:
     rewrite(folder / "model.safetensors", lambda t: t.update({"norm.bias": torch.ones(32).int()}))
-    with pytest.raises(WeightsError, match=r"norm\.bias is I32"):
+    with pytest.raises(WeightsError, match="I32"):
         load(folder)
 
 
 def test_a_config_of_other_tensors_is_refused(folder: Path, tiny: Veca) -> None:
     edit(folder / "config.json", rope_base=50.0)
     for use in (load, read_config):
-        with pytest.raises(WeightsError, match=r"config\.json does not belong.*rope_base 50\.0"):
+        with pytest.raises(WeightsError, match="rope_base"):
             use(folder)
     (folder / "config.json").unlink()
     assert same(load(folder), tiny)
@@ -285,43 +284,44 @@ def test_tensors_of_another_tool(folder: Path, tiny: Veca) -> None:
     (folder / "provenance.json").unlink()
     assert read_provenance(folder) == {}
     (folder / "config.json").unlink()
-    with pytest.raises(WeightsError, match=r"carries no configuration.*no config\.json beside"):
+    with pytest.raises(WeightsError, match=r"config\.json"):
         load(folder)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "noun"),
     [
-        ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ("[" * 100_000, "not valid JSON"),
-        ("[1]", "JSON object of named fields, got list"),
-        ('"x"', "JSON object of named fields, got str"),
-        ('{"widht": 32}', "unknown configuration field 'widht'; did you mean 'width'"),
-        ('{"width": "wide"}', "width must be a whole number"),
-        ('{"width": NaN}', "width must be a whole number"),
-        ('{"norm_eps": Infinity}', "norm_eps must be a finite number"),
-        ('{"format_version": 2}', "format version 2.*reads up to 1; upgrade"),
-        ('{"format_version": "x"}', "format_version must be a whole number"),
-        ('{"architecture": "veca_tiny_patch16"}', "was written by timm; open its folder"),
-        ('{"model_type": "bert"}', "type 'bert', not 'veca'"),
-        ('{"depth": 1000000000}', "too few"),
-        ('{"width": 4000000000000, "heads": 1}', "too large to exist"),
-        ('{"num_cores": 1000000000}', "wrong shape: bank"),
+        ("{", "valid JSON"),
+        ("", "valid JSON"),
+        ("[" * 100_000, "valid JSON"),
+        ("[1]", "list"),
+        ('"x"', "str"),
+        ('{"widht": 32}', "'width'"),
+        ('{"width": "wide"}', "'wide'"),
+        ('{"width": NaN}', "nan"),
+        ('{"norm_eps": Infinity}', "norm_eps"),
+        ('{"format_version": 2}', "version 2"),
+        ('{"format_version": "x"}', "format_version"),
+        ('{"architecture": "veca_tiny_patch16"}', "timm"),
+        ('{"model_type": "bert"}', "bert"),
+        ('{"depth": 1000000000}', "1000000000 blocks"),
+        ('{"width": 4000000000000, "heads": 1}', "4000000000000"),
+        ('{"num_cores": 1000000000}', "bank.tokens"),
     ],
 )
-def test_bad_configs(folder: Path, text: str, words: str) -> None:
+def test_bad_configs(folder: Path, text: str, noun: str) -> None:
     foreign(folder)
     (folder / "config.json").write_text(text)
-    with pytest.raises(WeightsError, match=words) as caught:
+    with pytest.raises(WeightsError) as caught:
         load(folder)
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert str(folder) in message and "\n" not in message
+    assert noun in message.replace(str(folder), ""), "the folder's name holds the case's"
 
 
 def test_a_config_that_is_not_text(folder: Path) -> None:
     (folder / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(WeightsError, match=r"cannot read .*config\.json"):
+    with pytest.raises(WeightsError, match="utf-8"):
         load(folder)
 
 
@@ -332,20 +332,18 @@ def test_a_future_header(folder: Path) -> None:
     fields = json.loads(metadata["veca_config"])
     metadata["veca_config"] = json.dumps({**fields, "format_version": 3, "new_field": 1})
     save_file(load_file(file), file, metadata=metadata)
-    with pytest.raises(WeightsError, match=r"format version 3.*upgrade"):
+    with pytest.raises(WeightsError, match="version 3"):
         load(folder)
 
 
 def test_saving_refuses_what_is_not_finite(tiny: Veca, tmp_path: Path) -> None:
     with torch.no_grad():
         tiny.blocks[0].attn.q.weight[0, 0] = float("nan")
-    with pytest.raises(
-        WeightsError, match=r"NaN or infinite numbers in blocks\.0\.attn\.q\.weight"
-    ):
+    with pytest.raises(WeightsError, match=r"blocks\.0\.attn\.q\.weight"):
         save(tiny, tmp_path / "x")
     with torch.no_grad():
         tiny.blocks[0].attn.q.weight[0, 0] = 1e6
-    with pytest.raises(WeightsError, match=r"as torch.float16.*q\.weight.*bfloat16 or float32"):
+    with pytest.raises(WeightsError, match=r"torch\.float16"):
         save(tiny, tmp_path / "x", dtype=torch.float16)
     assert not (tmp_path / "x").exists()
     save(tiny, tmp_path / "x", dtype=torch.bfloat16)
@@ -355,46 +353,46 @@ def test_saving_refuses_an_empty_path(
     tiny: Veca, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="empty path"):
+    with pytest.raises(OutputError, match="empty"):
         save(tiny, "")
     assert not list(tmp_path.iterdir())
 
 
 def test_saving_refuses_what_is_no_model(tiny: Veca, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="takes a Veca model, got Linear"):
+    with pytest.raises(InputError, match="Linear"):
         save(torch.nn.Linear(1, 1), tmp_path / "x")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="DataParallel; pass the model inside"):
+    with pytest.raises(InputError, match="DataParallel"):
         save(torch.nn.DataParallel(tiny), tmp_path / "x")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="dtype must be one of"):
+    with pytest.raises(InputError, match=r"torch\.int8"):
         save(tiny, tmp_path / "x", dtype=torch.int8)
     state = tiny.state_dict()
     del state["norm.bias"]
-    with pytest.raises(WeightsError, match=r"missing: norm\.bias"):
+    with pytest.raises(WeightsError, match=r"norm\.bias"):
         store.save_state(state, tiny.config, tmp_path / "x")
 
 
 def test_targets_that_cannot_be_written(tiny: Veca, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.safetensors").mkdir()
-    with pytest.raises(OutputError, match="a file of that name is there"):
+    with pytest.raises(OutputError, match="folder"):
         save(tiny, tmp_path / "file")
-    with pytest.raises(OutputError, match="it is a folder"):
+    with pytest.raises(OutputError, match=r"folder\.safetensors"):
         save(tiny, tmp_path / "folder.safetensors")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="deeper"):
         save(tiny, tmp_path / "file" / "deeper")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="/proc/nowhere"):
         save(tiny, "/proc/nowhere/x")
 
 
 def test_bad_arguments_of_load(folder: Path) -> None:
-    with pytest.raises(InputError, match="dtype must be one of float16"):
+    with pytest.raises(InputError, match=r"torch\.int64"):
         load(folder, dtype=torch.int64)
-    with pytest.raises(InputError, match="device 'nonsense' cannot be used"):
+    with pytest.raises(InputError, match="device"):
         load(folder, device="nonsense")
-    with pytest.raises(VecaError, match="backend"):
+    with pytest.raises(InputError, match="backend"):
         load(folder, backend="nonsense")
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="device 'cuda' cannot be used"):
+        with pytest.raises(InputError, match="'cuda'"):
             load(folder, device="cuda")
 
 

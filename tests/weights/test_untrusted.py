@@ -175,7 +175,7 @@ def test_a_vast_memo_costs_nothing(tmp_path: Path) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, limit[1]))
     try:
-        refused(archive(tmp_path / "x.pt", b"}r\xff\xff\xff\xef."), "It holds none")
+        refused(archive(tmp_path / "x.pt", b"}r\xff\xff\xff\xef."), "holds none")
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limit)
 
@@ -250,14 +250,14 @@ def test_dishonest_numbers(
     data = struct.pack("<6f", *range(6))
     tensor = tensor_program(count, offset, size, stride)
     program = b"}" + text("student") + b"}" + text("pos_alpha") + tensor[2:-1] + b"ss."
-    refused(archive(tmp_path / "x.pt", program, **{"0": data}), "read safely|larger than its data")
+    refused(archive(tmp_path / "x.pt", program, **{"0": data}), "safely|larger")
 
 
 def test_compressed_members_are_refused(tmp_path: Path) -> None:
     """torch never compresses; a small file that unpacks to terabytes does."""
     with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("archive/data.pkl", b"}.")
-    refused(tmp_path / "x.pt", r"not one written by torch\.save")
+    refused(tmp_path / "x.pt", "zip")
 
 
 def test_damaged_programs_only_ever_raise_our_error(tmp_path: Path) -> None:

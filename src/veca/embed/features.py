@@ -29,7 +29,7 @@ from torch import Tensor
 from veca._util.files import place_for
 from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
-from veca.embed.pipeline import DTYPES, Compute, batch_by_shape, compute_ahead, read_ahead
+from veca.embed.pipeline import DTYPES, ModelRunner, batch_by_shape, compute_ahead, read_ahead
 from veca.embed.sources import Source, Sources, open_images, to_read
 from veca.embed.writers import CollectionWriter, Result, write_failures
 from veca.embed.writers.files import FORMATS, NamedImage
@@ -144,7 +144,7 @@ def extract(
             return item, ImageError(f"{item.path}: {error.strerror or error}")
 
     tally = _Tally(len(places), progress)
-    compute = Compute(model, cores=settings["cores"], what=settings["what"], dtype=dtype)
+    compute = ModelRunner(model, cores=settings["cores"], what=settings["what"], dtype=dtype)
     threads = batches_at_once(compute.device)
     at_once = 1
     if compute.device.type == "cpu":
@@ -301,7 +301,7 @@ def _sift(
             tally.count(failed=1)
 
 
-def _compute(compute: Compute, batch: list[_Image], *, cores: int) -> list[Result[NamedImage]]:
+def _compute(compute: ModelRunner, batch: list[_Image], *, cores: int) -> list[Result[NamedImage]]:
     pixels = torch.cat([one.pixels for one in batch])
     features, grid = compute(pixels)
     results = []

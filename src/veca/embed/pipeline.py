@@ -175,7 +175,7 @@ class Computed(NamedTuple):
     grid: tuple[int, int]
 
 
-class Compute:
+class ModelRunner:
     """A model, which is in evaluation mode, and what is wanted of it. Any thread may call it."""
 
     def __init__(self, model: Veca, *, cores: int, what: Sequence[str], dtype: str) -> None:

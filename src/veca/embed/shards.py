@@ -20,11 +20,11 @@ from PIL import Image
 
 from veca.data.decode import GAP, EncodedImage
 from veca.data.sources import ImageSource
-from veca.embed.pipeline import Compute, ShapeBatches, compute_ahead
+from veca.embed.pipeline import ModelRunner, ShapeBatches, compute_ahead
 from veca.embed.plan import GONE, Plan
 from veca.embed.settings import Settings
 from veca.embed.writers import Result
-from veca.embed.writers.parquet import ParquetWriter, Row, Shard, ShardRecord
+from veca.embed.writers.parquet import ParquetWriter, PlannedRow, Shard, ShardRecord
 from veca.errors import BadImageError, DataError, ImageError, VecaError
 from veca.images import MAX_PIXELS, target_size
 from veca.model import Veca
@@ -93,24 +93,24 @@ class Decoder:
         return np.array(image)
 
 
-class _Image(NamedTuple):
+class _DecodedImage(NamedTuple):
     """An image that has been decoded."""
 
-    row: Row
+    row: PlannedRow
     pixels: NDArray[np.uint8]
 
 
-def compute_for(model: Veca, settings: Settings) -> Compute:
+def compute_for(model: Veca, settings: Settings) -> ModelRunner:
     """What computes the columns of a shard."""
     what = ("cls", "patches") if settings.patches else ("cls",)
-    return Compute(model, cores=settings.cores, what=what, dtype=settings.dtype)
+    return ModelRunner(model, cores=settings.cores, what=what, dtype=settings.dtype)
 
 
 def embed_shards(
     shards: Sequence[Shard],
     plan: Plan,
     source: ImageSource,
-    compute: Compute,
+    compute: ModelRunner,
     settings: Settings,
     folder: Path,
     *,
@@ -128,14 +128,16 @@ def embed_shards(
     """
     writer = ParquetWriter(folder, settings, shards)
 
-    def fail(row: Row, reason: str) -> None:
+    def fail(row: PlannedRow, reason: str) -> None:
         if strict and reason != NOT_THERE:
             raise ImageError(f"{row.name}: {reason}")
         writer.fail(row, reason)
         on_images(1)
 
-    def compute_rows(batch: list[_Image]) -> list[Result[Row]]:
-        features, _ = compute(torch.from_numpy(np.stack([image.pixels for image in batch])))
+    def compute_rows(batch: list[_DecodedImage]) -> list[Result[PlannedRow]]:
+        pixels = torch.from_numpy(np.stack([image.pixels for image in batch]))
+        with torch.autocast("cpu", enabled=False):  # the settings say what is computed in
+            features, _ = compute(pixels)
         return [
             Result(image.row, {name: array[i] for name, array in features.items()})
             for i, image in enumerate(batch)
@@ -171,7 +173,7 @@ def _decoded(
     source: ImageSource,
     settings: Settings,
     decode_ahead: DecodeAhead,
-) -> Generator[tuple[Row, Decoded], None, None]:
+) -> Generator[tuple[PlannedRow, Decoded], None, None]:
     """Each image's place in the shards, and its pixels or a reason; in order."""
     images = _images_a_job(settings)
 
@@ -186,7 +188,7 @@ def _decoded(
             names, done = plan.names_of(shard), 0
             while done < len(names):
                 for decoded in next(results):
-                    yield Row(shard, done, names[done]), decoded
+                    yield PlannedRow(shard, done, names[done]), decoded
                     done += 1
 
 
@@ -199,14 +201,16 @@ def _images_a_job(settings: Settings) -> int:
 
 
 def _batches(
-    readings: Iterable[tuple[Row, Decoded]], batch_size: int, fail: Callable[[Row, str], None]
-) -> Iterator[list[_Image]]:
+    readings: Iterable[tuple[PlannedRow, Decoded]],
+    batch_size: int,
+    fail: Callable[[PlannedRow, str], None],
+) -> Iterator[list[_DecodedImage]]:
     """Batches of one shape, out of stretches of a shard's images.
 
     A stretch is a few batches long, or less where images are large. Where it ends depends on the
     shard's images alone.
     """
-    batches: ShapeBatches[_Image] = ShapeBatches(batch_size)
+    batches: ShapeBatches[_DecodedImage] = ShapeBatches(batch_size)
     length = held = in_a_row = 0
     for row, decoded in readings:
         length += 1
@@ -220,7 +224,7 @@ def _batches(
             fail(row, decoded)
         else:
             held, in_a_row = held + decoded.nbytes, 0
-            yield from batches.add(_Image(row, decoded))
+            yield from batches.add(_DecodedImage(row, decoded))
         if row.is_last or length == _WINDOW * batch_size or held >= _HOLD_BYTES:
             yield from batches.rest()
             length = held = 0

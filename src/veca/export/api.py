@@ -52,7 +52,7 @@ class Exported:
     size: Size | None
     """(height, width) in pixels, or None if any on the grid will do."""
     bytes: int
-    checks: tuple[verify.Check, ...]
+    checks: tuple[verify.FileCheck, ...]
 
     @property
     def max_difference(self) -> float:
@@ -263,7 +263,7 @@ def _sizes_to_check(model: Veca, sizes: Sequence[Size] | None) -> list[Size]:
     return verify.sizes_on_grid(model.config.patch_size, sizes or verify.SIZES)
 
 
-def _require_same(check: verify.Check, path: Path, dtype: torch.dtype) -> None:
+def _require_same(check: verify.FileCheck, path: Path, dtype: torch.dtype) -> None:
     if check.passes(dtype):
         return
     allowed = check.allowed(dtype)

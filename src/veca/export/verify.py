@@ -23,7 +23,7 @@ Runner = Callable[[Tensor, int | None], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Check:
+class FileCheck:
     """One batch through the file and the model."""
 
     batch: int
@@ -63,13 +63,13 @@ def sizes_on_grid(patch: int, sizes: Iterable[tuple[int, int]] = SIZES) -> list[
     return list(dict.fromkeys((fit(height), fit(width)) for height, width in sizes))
 
 
-def check(run: Runner, reference: Veca, images: Tensor, cores: int) -> Check:
+def check(run: Runner, reference: Veca, images: Tensor, cores: int) -> FileCheck:
     """Compare a file, at the budget `cores`, with the float32 model."""
     with torch.no_grad():
         out = reference(images, cores=cores)
     expected = dict(zip(OUTPUTS, (out.cls, out.patches, out.cores, out.core_xy), strict=True))
     found = run(images, cores)
-    return Check(
+    return FileCheck(
         *(images.shape[0], images.shape[2], images.shape[3], cores),
         differences={name: _difference(found[name], expected[name]) for name in OUTPUTS},
         largest={name: float(expected[name].abs().max()) for name in OUTPUTS},
@@ -84,7 +84,7 @@ def checks(
     sizes: Sequence[tuple[int, int]],
     batches: Sequence[int] = BATCHES,
     seed: int = 0,
-) -> Iterable[Check]:
+) -> Iterable[FileCheck]:
     """One check for each budget, size and batch, on images of normal noise."""
     channels = reference.config.in_channels
     generator = torch.Generator().manual_seed(seed)

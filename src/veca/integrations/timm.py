@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from veca._util.extras import missing
+from veca._util.extras import require
 from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
@@ -315,17 +315,7 @@ def _registered(name: str, config: VecaConfig) -> dict[str, Any]:
 
 def require_timm() -> Any:
     """The timm library, or an error that says what is in its way."""
-    try:
-        return importlib.import_module("timm")
-    except ModuleNotFoundError as error:
-        fault = f"cannot be imported ({error})"
-        raise missing(error.name or "timm", "veca.integrations.timm", fault=fault) from error
-    except Exception as error:  # a torchvision of another torch fails in more ways
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise MissingExtraError(
-            f"timm is installed but cannot be imported ({type(error).__name__}: {reason}); it "
-            "needs a torchvision that belongs to this torch."
-        ) from error
+    return require("timm", "veca.integrations.timm")
 
 
 def _entry_point(name: str) -> Callable[..., nn.Module]:

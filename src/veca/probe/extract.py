@@ -51,7 +51,7 @@ class Want:
 
 
 @dataclass
-class Summary:
+class ExtractionSummary:
     """What an extraction did, over all the data it was used for."""
 
     decoded: int = 0
@@ -146,7 +146,7 @@ def extract(
     stack: ExitStack,
     progress: Progress | None = None,
     workers: int | None = None,
-    summary: Summary | None = None,
+    summary: ExtractionSummary | None = None,
 ) -> list[Stored]:
     """The features of images of a dataset, in the order of `indices`; one `Stored` per want.
 
@@ -157,7 +157,7 @@ def extract(
     """
     if not indices:
         raise ProbeError(f"no images to take features of in the {dataset.split} split.")
-    summary = Summary() if summary is None else summary
+    summary = ExtractionSummary() if summary is None else summary
     for want in wants:
         want.backbone.refresh()  # weights may have been trained on since the last time
     writes = BackgroundWrites(_WRITERS, most=2 * _WRITERS)
@@ -215,7 +215,9 @@ class _Job(NamedTuple):
     settings: Extract
 
 
-def _root(want: Want, cache: str | Path | None, stack: ExitStack, summary: Summary) -> Path:
+def _root(
+    want: Want, cache: str | Path | None, stack: ExitStack, summary: ExtractionSummary
+) -> Path:
     if cache is not None and want.backbone.identity() is not None:
         return Path(cache).expanduser()
     if cache is not None and want.backbone.label not in summary.uncached:

@@ -19,7 +19,7 @@ from veca.probe.backbone import STUDENT, TEACHER, Backbone, check_unique
 from veca.probe.cache import default_folder
 from veca.probe.data import DATASET_TASK, ProbeData, open_data
 from veca.probe.datasets import find_dataset
-from veca.probe.extract import Stored, Summary, extract
+from veca.probe.extract import ExtractionSummary, Stored, extract
 from veca.probe.intervals import Interval, Resampling
 from veca.probe.metrics import PRIMARY, retention
 from veca.probe.protocol import Protocol, load_protocol
@@ -99,7 +99,7 @@ def run_probe(
         verify=verify,
     )
     work = make_task(task, setup)
-    summary = Summary()
+    summary = ExtractionSummary()
     with ExitStack() as stack:
         start = time.perf_counter()
         features = _extract(work.requests, setup, _cache(cache), stack, summary)
@@ -134,7 +134,7 @@ def _extract(
     setup: ProbeSetup,
     cache: Path | None,
     stack: ExitStack,
-    summary: Summary,
+    summary: ExtractionSummary,
 ) -> list[list[Stored]]:
     """The features that a task asks for, from the cache or computed into it."""
     found = []
@@ -294,7 +294,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
     return {**dataclasses.asdict(machine(device)), **libraries, "threads": threads}
 
 
-def _cache_notes(summary: Summary) -> list[str]:
+def _cache_notes(summary: ExtractionSummary) -> list[str]:
     notes = []
     if summary.damaged:
         notes.append(f"{len(summary.damaged)} damaged parts of the feature cache recomputed")

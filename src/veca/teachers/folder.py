@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from veca.teachers.base import UNKNOWN_LICENCE, TeacherError
-from veca.teachers.hub import Repository
+from veca.weights.hub import Repository
 from veca.weights.store import file_hash
 
 CONFIG, OPEN_CLIP_CONFIG = "config.json", "open_clip_config.json"
@@ -45,7 +45,7 @@ class ModelFolder:
 
     @classmethod
     def from_hub(cls, repo: str) -> ModelFolder:
-        repository = Repository(repo)
+        repository = Repository(repo, TeacherError, "list_teachers() has the known ones")
         return cls(repository.fetch(SMALL_FILES), repository, repo)
 
     @property

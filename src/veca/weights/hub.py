@@ -1,14 +1,19 @@
-"""Fetching weights from the Hugging Face hub: short time-outs, and errors that say what to do."""
+"""Fetching from the Hugging Face hub: only what is needed, never a hang, clear errors.
+
+The hub is asked once what a repository holds, with a time limit; then only the wanted files are
+fetched. When it cannot be reached, files that an earlier download left are used.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from veca.errors import WeightsError
+from veca.errors import VecaError, WeightsError
 
 TIMEOUT = 10.0
 """Seconds to wait for an answer before looking for what an earlier download left."""
@@ -22,29 +27,12 @@ def is_repo(text: str) -> bool:
 
 
 def download(repo: str, wanted: Sequence[str]) -> Path:
-    """The local folder with the `wanted` files of a repository; the first of them is a must.
-
-    When the hub cannot be reached, files fetched earlier are used.
-    """
-    import huggingface_hub
-
-    name, _, revision = repo.partition("@")
-    options: dict[str, Any] = {"revision": revision or None, "allow_patterns": list(wanted)}
-    # snapshot_download waits without limit for its first answer; this asks first, with one.
-    answer = ask(name, revision or None)
-    trouble = answer if isinstance(answer, Exception) else None
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, **options, etag_timeout=TIMEOUT, local_files_only=trouble is not None
-        )
-    except Exception as error:  # whichever HTTP library the hub's client uses has its own
-        if trouble is not None:
-            raise WeightsError(message(repo, trouble)) from trouble
-        raise WeightsError(message(repo, error)) from error
-    path = Path(folder)
+    """The local folder with the `wanted` files of a repository; the first of them is a must."""
+    repository = Repository(repo)
+    path = repository.fetch(wanted)
     if not (path / wanted[0]).is_file():
-        if trouble is not None:
-            raise WeightsError(message(repo, trouble)) from trouble
+        if repository.trouble is not None:
+            raise repository.refusal(repository.trouble) from repository.trouble
         raise WeightsError(
             f"the hub's {repo} holds no {wanted[0]}, so it is not a model of veca's; "
             "check the name."
@@ -52,48 +40,106 @@ def download(repo: str, wanted: Sequence[str]) -> Path:
     return path
 
 
-def ask(name: str, revision: str | None) -> Any:
-    """What the hub says of a repository, or the exception that keeps it from serving it now."""
-    import huggingface_hub
-
-    # The client reads this variable once, when imported; a user may set it later.
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        return huggingface_hub.utils.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
-    try:
-        return huggingface_hub.HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
-    except Exception as error:  # as above
-        return error
-
-
-def message(repo: str, error: Exception, missing: str = "such repository", advice: str = "") -> str:
-    """What an error of the hub's client means, and what to do.
+class Repository:
+    """A model repository, `owner/name` or `owner/name@revision`.
 
     Args:
-        missing: what the hub does not have, if so; `advice` follows "check the name".
+        error: the class of what is raised.
+        known: what helps to find the right name, in words.
     """
-    name, _, revision = repo.partition("@")
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    # By name, because the client's versions keep these classes in different modules.
-    kinds = {cls.__name__ for cls in type(error).__mro__}
-    if "GatedRepoError" in kinds or status == 403:
-        return (
-            f"the hub's {name} is gated: accept its licence on https://huggingface.co/{name}, then "
-            "log in with `hf auth login` (or set HF_TOKEN) and try again."
+
+    def __init__(self, repo: str, error: type[VecaError] = WeightsError, known: str = "") -> None:
+        self.repo, self._error, self._known = repo, error, known
+        self.name, _, revision = repo.partition("@")
+        self.revision = revision or None
+        self.trouble: Exception | None = None
+        """What keeps the hub from serving this repository to us right now, if anything."""
+        self._info: Any = None
+        # snapshot_download waits without limit for its first answer; this asks first, with one.
+        try:
+            self._info = self._ask()
+        except Exception as error:  # whichever HTTP library the hub's client uses has its own
+            self.trouble = error
+
+    def _ask(self) -> Any:
+        import huggingface_hub
+
+        # The client reads this variable once, when imported; a user may set it later.
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise huggingface_hub.utils.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+        return huggingface_hub.HfApi().model_info(
+            self.name, revision=self.revision, timeout=TIMEOUT
         )
-    if "RevisionNotFoundError" in kinds:
-        return f"the hub's {name} has no revision {revision!r}; check it, or leave it out."
-    if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status in (401, 404):
+
+    @property
+    def commit(self) -> str | None:
+        """The exact revision, where the hub could be asked."""
+        return getattr(self._info, "sha", None)
+
+    def fetch(self, patterns: Sequence[str]) -> Path:
+        """The local folder with this repository's files that match any of `patterns`."""
+        import huggingface_hub
+
+        # By the revision asked for, not by its commit: only then is it found again offline.
+        try:
+            folder = huggingface_hub.snapshot_download(
+                self.name,
+                revision=self.revision,
+                allow_patterns=list(patterns),
+                etag_timeout=TIMEOUT,
+                local_files_only=self.trouble is not None,
+            )
+        except Exception as error:  # as above
+            cause = self.trouble or error
+            raise self.refusal(cause) from cause
+        return Path(folder)
+
+    def first(self, folder: Path, *groups: Sequence[str]) -> Sequence[str]:
+        """The first of `groups` of patterns of which the repository holds every one.
+
+        Where the hub could not be asked, what lies in `folder` counts.
+        """
+        if self.trouble is None:
+            held = [file.rfilename for file in self._info.siblings or ()]
+        else:
+            held = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+        for group in groups:
+            if all(any(fnmatchcase(name, pattern) for name in held) for pattern in group):
+                return group
+        if self.trouble is not None:
+            raise self.refusal(self.trouble) from self.trouble
+        wanted = " or ".join(group[0] for group in groups)
+        raise self._error(f"the hub's {self.repo} holds no {wanted}; choose another repository.")
+
+    def refusal(self, trouble: Exception) -> VecaError:
+        """What is in the way, and what to do about it."""
+        return self._error(self._message(trouble))
+
+    def _message(self, error: Exception) -> str:
+        repo, name = self.repo, self.name
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        # By name, because the client's versions keep these classes in different modules.
+        kinds = {cls.__name__ for cls in type(error).__mro__}
+        if "GatedRepoError" in kinds or status == 403:
+            return (
+                f"the hub's {name} is gated: accept its licence on https://huggingface.co/{name}, "
+                "then log in with `hf auth login` (or set HF_TOKEN) and try again."
+            )
+        if "RevisionNotFoundError" in kinds:
+            return f"the hub's {name} has no revision {self.revision!r}; check it, or leave it out."
+        if kinds & {"RepositoryNotFoundError", "HFValidationError"} or status in (401, 404):
+            known = f" ({self._known})" if self._known else ""
+            return (
+                f"there is no folder {repo} here, and the hub has no such repository, or it is "
+                f"private; check the name{known}, or log in with `hf auth login`."
+            )
+        if "OfflineModeIsEnabled" in kinds:
+            return (
+                f"the hub's {repo} was not fetched earlier, and HF_HUB_OFFLINE is set; unset it to "
+                "fetch, or give the path of a local folder."
+            )
+        reason = (str(error).splitlines() or [""])[0].strip() or type(error).__name__
         return (
-            f"there is no folder {repo} here, and the hub has no {missing}, or it is private; "
-            f"check the name{advice}, or log in with `hf auth login`."
+            f"the hub's {repo} cannot be fetched ({type(error).__name__}: {reason}) and was not "
+            "fetched earlier; check the network, or give the path of a local folder."
         )
-    if "OfflineModeIsEnabled" in kinds:
-        return (
-            f"the hub's {repo} was not fetched earlier, and HF_HUB_OFFLINE is set; unset it to "
-            "fetch, or give the path of a local folder."
-        )
-    reason = (str(error).splitlines() or [""])[0].strip() or type(error).__name__
-    return (
-        f"the hub's {repo} cannot be fetched ({type(error).__name__}: {reason}) and was not "
-        "fetched earlier; check the network, or give the path of a local folder."
-    )

@@ -58,20 +58,20 @@ def test_folder_without_train_takes_its_own_classes(write) -> None:
 
 def test_folder_with_a_class_that_train_does_not_have(write) -> None:
     write.photos("train/a/1.jpg", "val/b/1.jpg")
-    with pytest.raises(DatasetError, match="val/b: no such class"):
+    with pytest.raises(DatasetError, match="val/b"):
         open_dataset("folder", write.root, "val")
 
 
 def test_folder_with_an_image_outside_the_classes(write) -> None:
     write.photos("train/a/1.jpg", "train/2.jpg")
-    with pytest.raises(DatasetError, match=r"train/2\.jpg: an image outside the class folders"):
+    with pytest.raises(DatasetError, match=r"train/2\.jpg"):
         open_dataset("folder", write.root, "train")
 
 
 def test_an_empty_class_is_named_or_allowed(write) -> None:
     write.photos("train/a/1.jpg")
     write.path("train/empty/x").parent.mkdir(exist_ok=True)
-    with pytest.raises(DatasetError, match=r"no image of 1 of 2 classes \(empty\)"):
+    with pytest.raises(DatasetError, match=r"\(empty\)"):
         open_dataset("folder", write.root, "train")
     dataset = open_dataset("folder", write.root, "train", allow_empty_classes=True)
     assert dataset.classes == ("a", "empty") and "empty" in dataset.notes[0]
@@ -79,7 +79,7 @@ def test_an_empty_class_is_named_or_allowed(write) -> None:
 
 def test_folder_with_no_image_at_all(write) -> None:
     write.path("train/a/x").touch()
-    with pytest.raises(DatasetError, match="no image in the 'train' split"):
+    with pytest.raises(DatasetError, match="'train'"):
         open_dataset("folder", write.root, "train")
 
 
@@ -127,7 +127,7 @@ def test_food101(write) -> None:
 def test_a_listed_image_that_is_missing_is_named(write) -> None:
     food(write)
     (write.root / "food-101/images/dish_003/8.jpg").unlink()
-    with pytest.raises(DatasetError, match=r"missing images/dish_003/8\.jpg") as caught:
+    with pytest.raises(DatasetError, match=r"images/dish_003/8\.jpg") as caught:
         open_dataset("food101", write.root, "test")
     assert caught.value.missing == ("images/dish_003/8.jpg",)
     shutil.rmtree(write.root / "food-101/images")
@@ -138,24 +138,24 @@ def test_a_listed_image_that_is_missing_is_named(write) -> None:
 def test_a_class_that_is_not_in_the_list_of_classes(write) -> None:
     food(write)
     write.text("food-101/meta/test.txt", ["dish_003/8", "cake/7"])
-    with pytest.raises(DatasetError, match=r"test\.txt: line 2 names class 'cake'"):
+    with pytest.raises(DatasetError, match="'cake'"):
         open_dataset("food101", write.root, "test")
 
 
 def test_another_number_of_classes_than_published(write) -> None:
     food(write)
     write.text("food-101/meta/classes.txt", [f"dish_{i:03d}" for i in range(102)])
-    with pytest.raises(DatasetError, match="102 classes, where food101 has 101"):
+    with pytest.raises(DatasetError, match="102 classes"):
         open_dataset("food101", write.root, "test")
 
 
 def test_an_empty_list_and_one_that_is_not_text(write) -> None:
     food(write)
     write.text("food-101/meta/test.txt", ["", " "])
-    with pytest.raises(DatasetError, match=r"test\.txt: is empty"):
+    with pytest.raises(DatasetError, match="is empty"):
         open_dataset("food101", write.root, "test")
     write.path("food-101/meta/test.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DatasetError, match=r"test\.txt: is not text"):
+    with pytest.raises(DatasetError, match="UTF-8"):
         open_dataset("food101", write.root, "test")
 
 
@@ -177,9 +177,9 @@ def test_sun397(write, lists: str) -> None:
     assert pairs(test) == [("b/bistro/outdoor/sun_2.jpg", 396), ("a/abbey_007/sun_2.jpg", 7)]
     tenth = open_dataset("sun397", write.root, "test", partition=10)
     assert pairs(tenth) == [("a/abbey_001/sun_2.jpg", 1)]
-    with pytest.raises(DatasetError, match=r"partitions 1\.\.10, got partition=11"):
+    with pytest.raises(DatasetError, match="partition=11"):
         open_dataset("sun397", write.root, "test", partition=11)
-    with pytest.raises(DatasetError, match=r"missing Training_02\.txt or"):
+    with pytest.raises(DatasetError, match=r"Training_02\.txt"):
         open_dataset("sun397", write.root, "train", partition=2)
 
 
@@ -211,19 +211,19 @@ def test_oxford_pets(write) -> None:
 @pytest.mark.parametrize("label", ["0", "38", "-1", "x"])
 def test_a_label_outside_the_classes(write, label: str) -> None:
     pets(write, [f"dog_00_long_1 {label} 1 1"])
-    with pytest.raises(DatasetError, match=rf"test\.txt: line 3 gives class '{label}'.*1 to 37"):
+    with pytest.raises(DatasetError, match=f"'{label}'"):
         open_dataset("oxford-pets", write.root, "test")
 
 
 def test_pets_with_two_names_for_one_class(write) -> None:
     pets(write, ["Breed_01_long_2 1 1 1"])
-    with pytest.raises(DatasetError, match="class 1 is 'dog_00_long', but 'Breed_01_long_2'"):
+    with pytest.raises(DatasetError, match="dog_00_long"):
         open_dataset("oxford-pets", write.root, "test")
 
 
 def test_a_line_with_too_few_columns(write) -> None:
     pets(write, ["Breed_01_long_2"])
-    with pytest.raises(DatasetError, match=r"test\.txt: line 3 .* at least 2 columns"):
+    with pytest.raises(DatasetError, match="columns"):
         open_dataset("oxford-pets", write.root, "test")
 
 
@@ -261,10 +261,10 @@ def test_cub200(write) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "match"),
     [
-        ("image_class_labels.txt", "3 201", r"labels\.txt: line 3 gives class '201'"),
-        ("image_class_labels.txt", "3000 1", r"labels\.txt: no line for image 3 "),
-        ("train_test_split.txt", "3 2", r"split\.txt: line 3 gives '2', expected 0 or 1"),
-        ("classes.txt", "7 007.Bird", r"classes\.txt: expected the classes in order"),
+        ("image_class_labels.txt", "3 201", "'201'"),
+        ("image_class_labels.txt", "3000 1", "image 3"),
+        ("train_test_split.txt", "3 2", "'2'"),
+        ("classes.txt", "7 007.Bird", r"/classes\.txt"),
     ],
 )
 def test_cub200_with_bad_lists(write, file: str, line: str, match: str) -> None:
@@ -302,7 +302,7 @@ def test_places365_with_the_official_lists(write) -> None:
         ("val_256/Places365_val_00000002.jpg", 0),
     ]
     write.text("places365_val.txt", ["Places365_val_00000001.jpg 365"])
-    with pytest.raises(DatasetError, match="class '365', expected a number from 0 to 364"):
+    with pytest.raises(DatasetError, match="'365'"):
         open_dataset("places365", write.root, "val")
 
 
@@ -315,7 +315,7 @@ def test_places365_easy_format(write) -> None:
     val = open_dataset("places365", write.root / "places365_standard", "val")
     assert pairs(val) == [("val/attic_200/9.jpg", 200)]
     shutil.rmtree(write.root / "places365_standard/train/attic_364")
-    with pytest.raises(DatasetError, match="364 classes, where places365 has 365"):
+    with pytest.raises(DatasetError, match="364 classes"):
         open_dataset("places365", write.root, "train")
 
 
@@ -354,7 +354,7 @@ def test_the_fingerprint_names_a_file_that_has_gone(write) -> None:
     write.photos("train/a/1.jpg")
     dataset = open_dataset("folder", write.root, "train")
     (write.root / "train/a/1.jpg").unlink()
-    with pytest.raises(DatasetError, match=r"1\.jpg: cannot be looked at"):
+    with pytest.raises(DatasetError, match=r"1\.jpg"):
         dataset.fingerprint()
 
 
@@ -369,9 +369,9 @@ def test_datasets_travel_to_worker_processes(write) -> None:
 def test_labels_of_another_task_are_refused(write) -> None:
     write.photos("train/a/1.jpg")
     dataset = open_dataset("folder", write.root, "train")
-    with pytest.raises(DatasetError, match="folder is a classification dataset, it has no depth"):
+    with pytest.raises(DatasetError, match="depth"):
         dataset.depth(0)
-    with pytest.raises(DatasetError, match="no segmentation labels"):
+    with pytest.raises(DatasetError, match="segmentation"):
         dataset.mask(0)
     with pytest.raises(IndexError):
         dataset.label(1)

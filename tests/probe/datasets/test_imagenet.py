@@ -55,7 +55,7 @@ def test_flat_validation_images_with_wordnet_ids(write) -> None:
     val = open_dataset("imagenet-1k", write.root, "val")
     assert val.targets.tolist() == [400, 2] and val.classes == tuple(WNIDS)
     write.text("val/val.txt", [f"{val_name(1)} n00000001", f"{val_name(2)} {WNIDS[2]}"])
-    with pytest.raises(DatasetError, match="line 1 gives 'n00000001', which is not in train"):
+    with pytest.raises(DatasetError, match="n00000001"):
         open_dataset("imagenet-1k", write.root, "val")
 
 
@@ -100,25 +100,25 @@ def test_the_development_kits_own_table(write) -> None:
     scipy_io.savemat(meta, {"synsets": table})
     assert open_dataset("imagenet-1k", write.root, "val").targets.tolist() == expected
     meta.write_bytes(b"junk" * 100)
-    with pytest.raises(DatasetError, match=r"meta\.mat: cannot be read"):
+    with pytest.raises(DatasetError, match=r"meta\.mat"):
         open_dataset("imagenet-1k", write.root, "val")
 
 
 def test_the_ground_truth_alone_is_not_enough(write) -> None:
     devkit(write, 2)
-    with pytest.raises(DatasetError, match=r"map_clsloc\.txt or .*meta\.mat"):
+    with pytest.raises(DatasetError, match=r"map_clsloc\.txt"):
         open_dataset("imagenet-1k", write.root, "val")
 
 
 @pytest.mark.parametrize(
     ("rows", "match"),
     [
-        ([f"{val_name(1)} 0"], r"val\.txt: no label for val/ILSVRC2012_val_00000002"),
-        ([f"{val_name(i)} 0" for i in (1, 2, 3)], "missing val/ILSVRC2012_val_00000003"),
-        ([f"{val_name(1)} 0", f"{val_name(2)} 1000"], "line 2 gives class '1000'"),
-        ([f"{val_name(1)} 0", f"{val_name(2)} {WNIDS[0]}"], "mixes WordNet ids and numbers"),
-        ([val_name(1)], "line 1 .* expected a name and a label"),
-        ([f"{val_name(i)} {WNIDS[i]}" for i in (1, 2)], "2 classes, expected 1,000"),
+        ([f"{val_name(1)} 0"], "val_00000002"),
+        ([f"{val_name(i)} 0" for i in (1, 2, 3)], "val_00000003"),
+        ([f"{val_name(1)} 0", f"{val_name(2)} 1000"], "'1000'"),
+        ([f"{val_name(1)} 0", f"{val_name(2)} {WNIDS[0]}"], "WordNet"),
+        ([val_name(1)], "val_00000001"),
+        ([f"{val_name(i)} {WNIDS[i]}" for i in (1, 2)], "2 classes"),
     ],
 )
 def test_lists_that_do_not_fit(write, rows: list[str], match: str) -> None:
@@ -130,10 +130,10 @@ def test_lists_that_do_not_fit(write, rows: list[str], match: str) -> None:
 
 def test_a_subset_is_not_imagenet(write) -> None:
     write.photos("train/n01440764/1.JPEG", "val/n01440764/1.JPEG")
-    with pytest.raises(DatasetError, match=r"expected 1,000 class folders.*'folder'"):
+    with pytest.raises(DatasetError, match="1 of them"):
         open_dataset("imagenet-1k", write.root, "val")
     write.photos("train/tench/1.JPEG")
-    with pytest.raises(DatasetError, match="such as 'tench'"):
+    with pytest.raises(DatasetError, match="'tench'"):
         open_dataset("imagenet-1k", write.root, "train")
 
 
@@ -150,7 +150,7 @@ def test_real_labels(write) -> None:
     assert [real.labels(i) for i in range(5)] == [[5, 3, 999], [], [0], [3], [4]]
     assert real.unscored == 1 and any("1 images have no label" in note for note in real.notes)
     assert real.classes == tuple(WNIDS)
-    with pytest.raises(DatasetError, match=r"use labels\(i\)"):
+    with pytest.raises(DatasetError, match=r"labels\(i\)"):
         real.label(0)
     first = real.fingerprint()
     table[4] = [4, 5]
@@ -162,14 +162,14 @@ def test_real_labels_that_are_not_right(write) -> None:
     flat(write, 2)
     write.text("val.txt", [f"{val_name(1)} 0", f"{val_name(2)} 1"])
     write.json("real.json", [[1]] * 49_999)
-    with pytest.raises(DatasetError, match=r"real\.json: expected a list of 50,000"):
+    with pytest.raises(DatasetError, match="50,000"):
         open_dataset("imagenet-real", write.root, "val")
     for wrong in ([1000], [-1], ["cat"], 7, [True]):
         write.json("real.json", [[1], wrong] + [[1]] * 49_998)
-        with pytest.raises(DatasetError, match=r"real\.json: the labels of val/.*00000002"):
+        with pytest.raises(DatasetError, match="val_00000002"):
             open_dataset("imagenet-real", write.root, "val")
     write.path("real.json").write_text("[[1],")
-    with pytest.raises(DatasetError, match=r"real\.json: is not JSON"):
+    with pytest.raises(DatasetError, match="JSON"):
         open_dataset("imagenet-real", write.root, "val")
 
 
@@ -177,7 +177,7 @@ def test_real_needs_the_official_names(write) -> None:
     write.photos("val/cat.JPEG")
     write.text("val.txt", ["cat.JPEG 1"])
     write.json("real.json", [[1]] * 50_000)
-    with pytest.raises(DatasetError, match=r"cat\.JPEG: its name does not tell"):
+    with pytest.raises(DatasetError, match=r"cat\.JPEG"):
         open_dataset("imagenet-real", write.root, "val")
 
 
@@ -192,8 +192,8 @@ def test_imagenet_v2_reads_folder_names_as_numbers(write) -> None:
         assert dataset.targets.tolist() == list(range(1000))
         assert all(int(name.split("/")[0]) == i for i, name in enumerate(dataset.ids))
     (write.root / base / "10/image.jpeg").unlink()
-    with pytest.raises(DatasetError, match="10: no image of this class"):
+    with pytest.raises(DatasetError, match=r"val/10\b"):
         open_dataset("imagenet-v2", write.root, "test")
     (write.root / base / "10").rmdir()
-    with pytest.raises(DatasetError, match="missing 10;"):
+    with pytest.raises(DatasetError, match=r"missing 10\b"):
         open_dataset("imagenet-v2", write.root, "test")

@@ -33,7 +33,7 @@ def refuse(dataset, value: int) -> None:
     stored = np.array(Image.open(path))
     stored[1, 2] = value
     Image.fromarray(stored).save(path)
-    with pytest.raises(DatasetError, match=rf"value {value} at row 1, column 2 \(1 such") as caught:
+    with pytest.raises(DatasetError, match=rf"value {value}\b") as caught:
         dataset.mask(0)
     assert str(path) in str(caught.value)
     path.write_bytes(kept)
@@ -83,7 +83,7 @@ def test_voc2012_with_the_augmented_masks(write) -> None:
 def test_voc2012_with_colours_instead_of_labels(write) -> None:
     voc(write)
     write.image("VOCdevkit/VOC2012/SegmentationClass/2008_3.png", 2, 16)
-    with pytest.raises(DatasetError, match=r"2008_3\.png: a colour image \(mode RGB\)"):
+    with pytest.raises(DatasetError, match="RGB"):
         open_dataset("voc2012", write.root, "val").mask(0)
 
 
@@ -250,7 +250,7 @@ def test_pets_trimaps_score_all_three(write) -> None:
     refuse(train, 0)
     refuse(train, 255)
     (write.root / "annotations/trimaps/pug_3.png").unlink()
-    with pytest.raises(DatasetError, match=r"missing annotations/trimaps/pug_3\.png"):
+    with pytest.raises(DatasetError, match=r"trimaps/pug_3\.png"):
         open_dataset("pets-trimaps", write.root, "test")
 
 
@@ -280,28 +280,28 @@ def test_images_and_masks_with_a_shift_and_ignored_values(write) -> None:
     expect(dataset, 0, stored, lambda value: {1: 0, 2: 1}.get(value, 255))
     # A keyword is stronger than the file.
     strict = open_dataset("images-masks", write.root, "test", ignore=[9])
-    with pytest.raises(DatasetError, match=r"value 255 .* stores 0\.\.2 and 9"):
+    with pytest.raises(DatasetError, match="value 255"):
         strict.mask(0)
     assert strict.fingerprint() != dataset.fingerprint()
     write.labels("masks/test/a.png", np.full(stored.shape, 300, dtype=np.uint16))
-    with pytest.raises(DatasetError, match=r"value 300 at row 0, column 0 \(32 such"):
+    with pytest.raises(DatasetError, match="value 300"):
         dataset.mask(0)
 
 
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({}, "'classes' is not given"),
-        ({"classes": "road"}, "'classes' .* is 'road', expected a list"),
-        ({"classes": []}, "expected a list of 1 to 255 names"),
-        ({"classes": ["c"] * 256}, "expected a list of 1 to 255 names"),
-        ({"classes": ["a", 2]}, "expected a list of 1 to 255 names"),
-        ({"classes": ["a"], "ignore": 255}, "'ignore' .* expected a list of numbers"),
-        ({"classes": ["a"], "ignore": [256]}, "'ignore' .* expected a list of numbers"),
-        ({"classes": ["a", "b"], "ignore": [1]}, "no value that stands for a class, here 'b'"),
-        ({"classes": ["a"], "reduce_zero_label": 1}, "expected true or false"),
-        ({"class": ["a"]}, "unknown key 'class'; did you mean 'classes'"),
-        (["a"], "expected an object"),
+        ({}, "'classes'.*given"),
+        ({"classes": "road"}, "'road'"),
+        ({"classes": []}, r"\[\]"),
+        ({"classes": ["c"] * 256}, "'c', 'c'"),
+        ({"classes": ["a", 2]}, r"\['a', 2\]"),
+        ({"classes": ["a"], "ignore": 255}, "'ignore'.*is 255"),
+        ({"classes": ["a"], "ignore": [256]}, r"\[256\]"),
+        ({"classes": ["a", "b"], "ignore": [1]}, "'b'"),
+        ({"classes": ["a"], "reduce_zero_label": 1}, "reduce_zero_label="),
+        ({"class": ["a"]}, "'class'"),
+        (["a"], "object"),
     ],
 )
 def test_settings_that_are_not_right(write, settings, match: str) -> None:

@@ -77,9 +77,9 @@ def test_check_of_an_empty_folder_tells_what_is_missing_and_where_to_get_it(
     assert all(row in text for row in info.layout.splitlines())
     assert info.where in text and info.licence in text
     for split in info.splits:
-        with pytest.raises(DatasetError, match="missing") as caught:
+        with pytest.raises(DatasetError, match=f"'{name}'") as caught:
             open_dataset(name, tmp_path, split)
-        assert caught.value.missing
+        assert caught.value.missing[0] in str(caught.value)
         assert "\n" not in str(caught.value)
         assert str(tmp_path) in str(caught.value)
 
@@ -87,11 +87,11 @@ def test_check_of_an_empty_folder_tells_what_is_missing_and_where_to_get_it(
 @pytest.mark.parametrize("name", ALL)
 def test_a_root_that_is_not_there(name: str, tmp_path: Path) -> None:
     split = find_dataset(name).info.report_split
-    with pytest.raises(DatasetError, match="no such folder"):
+    with pytest.raises(DatasetError, match="nowhere"):
         open_dataset(name, tmp_path / "nowhere", split)
     file = tmp_path / "file"
     file.touch()
-    with pytest.raises(DatasetError, match="is a file"):
+    with pytest.raises(DatasetError, match="/file"):
         open_dataset(name, file, split)
 
 
@@ -112,9 +112,9 @@ def test_aliases(alias: str, name: str) -> None:
 
 
 def test_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(DatasetError, match="'food10'; did you mean 'food101'"):
+    with pytest.raises(DatasetError, match="'food101'"):
         find_dataset("food10")
-    with pytest.raises(DatasetError, match="unknown task 'segmentatoin'; did you mean"):
+    with pytest.raises(DatasetError, match="'segmentation'"):
         find_dataset("camvid", "segmentatoin")
 
 
@@ -123,23 +123,23 @@ def test_one_name_for_several_tasks() -> None:
     assert find_dataset("oxford-pets", "segmentation").info.name == "pets-trimaps"
     assert find_dataset("pets", "classification").info.name == "oxford-pets"
     assert find_dataset("plain", "depth").info.name == "rgb-depth"
-    with pytest.raises(DatasetError, match=r"oxford-pets \(classification\), pets-trimaps"):
+    with pytest.raises(DatasetError, match="pets-trimaps"):
         find_dataset("pets")
-    with pytest.raises(DatasetError, match="camvid is a segmentation dataset, not for depth"):
+    with pytest.raises(DatasetError, match=r"segmentation.*depth"):
         find_dataset("camvid", "depth")
 
 
 def test_splits_that_a_dataset_does_not_have(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="hold out a part of train"):
+    with pytest.raises(DatasetError, match="'val'"):
         open_dataset("oxford-pets", tmp_path, "val")
-    with pytest.raises(DatasetError, match="published scores are measured on val"):
+    with pytest.raises(DatasetError, match="'test'"):
         open_dataset("imagenet-1k", tmp_path, "test")
 
 
 def test_unknown_option(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="food101 has no option 'partitoin'"):
+    with pytest.raises(DatasetError, match="'partitoin'"):
         open_dataset("food101", tmp_path, "train", partitoin=2)
-    with pytest.raises(DatasetError, match="camvid has no option 'scale'"):
+    with pytest.raises(DatasetError, match="'scale'"):
         open_dataset("camvid", tmp_path, "train", scale=2)
 
 
@@ -152,5 +152,5 @@ def test_the_error_is_of_the_package_and_survives_a_worker_process() -> None:
 
 def test_a_name_is_registered_once() -> None:
     cls: type[Dataset] = find_dataset("camvid")
-    with pytest.raises(DatasetError, match="registered already"):
+    with pytest.raises(DatasetError, match="registered"):
         register(cls)

@@ -82,5 +82,5 @@ def test_chunks_change_nothing(monkeypatch):
 
 def test_too_few_images():
     train, labels = blobs(5)
-    with pytest.raises(ProbeError, match="k = 10 neighbours of 5 training images"):
+    with pytest.raises(ProbeError, match="k = 10"):
         predict(train, labels, train, [10], num_classes=5, temperature=0.07)

@@ -71,7 +71,7 @@ class Shard(NamedTuple):
     stop: int
 
 
-class Row(NamedTuple):
+class PlannedRow(NamedTuple):
     """An image's place in a shard."""
 
     shard: Shard
@@ -197,20 +197,20 @@ class ParquetWriter:
         self._folder, self._settings = folder, settings
         self._writes = BackgroundWrites(1, most=1)
         self._left, self._next = deque(shards), 0  # the shard and the row to be written next
-        self._waiting: dict[tuple[int, int], Result[Row] | tuple[str, str]] = {}
+        self._waiting: dict[tuple[int, int], Result[PlannedRow] | tuple[str, str]] = {}
         self._writer: ShardWriter | None = None
         self._failures: list[tuple[str, str]] = []
         self._finished: deque[ShardRecord] = deque()
 
-    def has(self, item: Row) -> bool:
+    def has(self, item: PlannedRow) -> bool:
         return False  # a shard is done as a whole, or not at all
 
-    def add(self, results: Sequence[Result[Row]]) -> None:
+    def add(self, results: Sequence[Result[PlannedRow]]) -> None:
         for result in results:
             self._waiting[result.item.shard.number, result.item.number] = result
         self._write_on()
 
-    def fail(self, item: Row, reason: str) -> None:
+    def fail(self, item: PlannedRow, reason: str) -> None:
         self._waiting[item.shard.number, item.number] = (item.name, reason)
         self._write_on()
 
@@ -244,7 +244,7 @@ class ParquetWriter:
             self._next = 0
 
     def _write(
-        self, shard: Shard, stretch: list[Result[Row] | tuple[str, str]], is_last: bool
+        self, shard: Shard, stretch: list[Result[PlannedRow] | tuple[str, str]], is_last: bool
     ) -> None:
         if self._writer is None:
             self._writer = ShardWriter(self._folder, shard.number, self._settings)
