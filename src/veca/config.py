@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from veca.errors import ConfigError, suggest
+from veca.errors import ConfigError, check_choice, suggest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +123,7 @@ class VecaConfig:
             )
         known = {field.name for field in dataclasses.fields(cls)}
         for name in fields:
-            if name not in known:
-                raise ConfigError(f"unknown configuration field {suggest(str(name), known)}")
+            check_choice("configuration field", name, known, ConfigError)
         return cls(**fields)
 
 

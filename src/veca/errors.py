@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class VecaError(Exception):
@@ -122,3 +122,11 @@ def suggest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{name!r}{hint} Known: {', '.join(known)}."
+
+
+def check_choice(
+    what: str, value: object, known: Collection[str], error: type[VecaError] = InputError
+) -> None:
+    """Raise unless `value` is one of the `known` names of a `what`."""
+    if value not in known:
+        raise error(f"unknown {what} {suggest(str(value), known)}")

@@ -24,7 +24,7 @@ from veca import rope
 from veca.attention import BACKENDS, core_attention
 from veca.checks import check_budget, check_finite, check_images, check_layers
 from veca.config import PRESETS, VecaConfig, preset
-from veca.errors import InputError, suggest
+from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
 from veca.rope import Rotation
 
@@ -263,8 +263,7 @@ class Veca(FeatureModel, nn.Module):
 
     @backend.setter
     def backend(self, name: str) -> None:
-        if name not in BACKENDS:
-            raise InputError(f"unknown attention backend {suggest(str(name), BACKENDS)}")
+        check_choice("attention backend", name, BACKENDS)
         self._backend = name
 
     @property
@@ -332,8 +331,7 @@ class Veca(FeatureModel, nn.Module):
                 kind the paper draws, which sums to 1 over the patches.
             per_head: softmax weights of every head apart, [B, layers, H, C, h, w].
         """
-        if kind not in ATTENTION_KINDS:
-            raise InputError(f"unknown kind of attention map {suggest(str(kind), ATTENTION_KINDS)}")
+        check_choice("kind of attention map", kind, ATTENTION_KINDS)
         if per_head and kind == "norm":
             raise InputError(
                 "norm-based maps sum the heads before taking the length, so they have no "

@@ -26,7 +26,7 @@ from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
 from veca.engine import compile_for_inference
-from veca.errors import InputError, suggest
+from veca.errors import InputError, check_choice, suggest
 from veca.model import Veca
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,8 +83,7 @@ class BenchPlan:
             raise InputError("sizes is empty; give at least one image side in pixels, such as 512.")
         for size in self.sizes:
             _require_whole("sizes", size)
-        if self.dtype not in DTYPES:
-            raise InputError(f"unknown dtype {suggest(str(self.dtype), DTYPES)}")
+        check_choice("dtype", self.dtype, DTYPES)
         if self.graph and torch.device(self.device).type != "cuda":
             raise InputError(f"graph replay needs a CUDA device, got {self.device!r}.")
 

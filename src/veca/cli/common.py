@@ -57,6 +57,11 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     )
 
 
+def count(number: int, what: str) -> str:
+    """'1 image', '2,000 images'."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def say_passed_over(counts: Mapping[str, int]) -> None:
     """One line about the files of folders that are no images by their suffix, if there are any."""
     from veca._util.files import printable
@@ -68,7 +73,7 @@ def say_passed_over(counts: Mapping[str, int]) -> None:
     rest = sum(number for _, number in kinds[5:])
     shown += [f"{rest:,} others"] if rest else []
     total = sum(counts.values())
-    said = f"passed over {total:,} file{'' if total == 1 else 's'} of kinds that are not read: "
+    said = f"passed over {count(total, 'file')} of kinds that are not read: "
     console.print(said + ", ".join(shown), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -15,6 +15,7 @@ from veca.cli.common import (
     Threads,
     Weights,
     console,
+    count,
     parse_size,
     pick_device,
     say_passed_over,
@@ -136,22 +137,18 @@ def embed(
         )
     if report.computed:
         speed = f"({report.images_per_second:.1f} images/s)"
-        parts = [f"{_count(report.computed, 'image')} embedded {speed}"]
+        parts = [f"{count(report.computed, 'image')} embedded {speed}"]
         if report.images > report.computed:
             parts.append(f"{report.images - report.computed:,} there already")
     elif report.added:
-        parts = [f"nothing embedded, {_count(report.images, 'image')} there already"]
+        parts = [f"nothing embedded, {count(report.images, 'image')} there already"]
     else:
-        parts = [f"nothing to do, {_count(report.images, 'image')} there already"]
+        parts = [f"nothing to do, {count(report.images, 'image')} there already"]
     if report.added:
         parts.append(f"{report.added:,} new in the source")
     if report.gone:
         parts.append(f"{report.gone:,} not in the source any more (rows stay)")
     if report.failed:
         parts.append(f"{report.failed:,} could not be read (listed in {report.failures_file})")
-    said = f"{', '.join(parts)}; {_count(report.shards, 'shard')} in {report.out}"
+    said = f"{', '.join(parts)}; {count(report.shards, 'shard')} in {report.out}"
     console.print(said, markup=False, highlight=False, soft_wrap=True)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

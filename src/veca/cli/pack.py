@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import console, say_passed_over
+from veca.cli.common import console, count, say_passed_over
 
 
 def pack(
@@ -62,10 +62,6 @@ def pack(
             progress=update,
         )
     earlier = report.images - report.written
-
-    def count(number: int, what: str) -> str:
-        return f"{number:,} {what}{'' if number == 1 else 's'}"
-
     said = (
         f"{count(report.images, 'image')} in {count(len(report.shards), 'shard')}, "
         f"{decimal(report.bytes)} ({decimal(report.bytes // report.images)} each), in {report.out}"

@@ -28,11 +28,10 @@ def publish(
     import torch
 
     from veca.distill.export import publish as write
-    from veca.errors import InputError, suggest
+    from veca.errors import InputError, check_choice
 
     dtypes = {n: getattr(torch, n) for n in ("float16", "bfloat16", "float32")}
-    if dtype not in dtypes:
-        raise InputError(f"unknown --dtype {suggest(dtype, dtypes)}")
+    check_choice("--dtype", dtype, dtypes)
     try:
         measured = "" if results is None else results.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -21,7 +21,7 @@ from torch import Tensor
 from veca.data import mixing, trivial_augment
 from veca.data.draws import Keys, uniform
 from veca.data.resample import Size, copy_to_device, crop_resize_batch
-from veca.errors import DataError, suggest
+from veca.errors import DataError, check_choice
 
 KINDS = ("paper", "rrc", "none")
 
@@ -71,8 +71,7 @@ class AugmentConfig:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise DataError(f"augment.{name} must be two numbers, low and high; got {pair!r}.")
             object.__setattr__(self, name, tuple(_number(name, side) for side in pair))
-        if self.kind not in KINDS:
-            raise DataError(f"unknown augmentation {suggest(str(self.kind), KINDS)}")
+        check_choice("augmentation", self.kind, KINDS, DataError)
         if not isinstance(self.trivial, bool):
             raise DataError(f"augment.trivial must be true or false; got {self.trivial!r}.")
         if not _number("resize", self.resize) >= 1:
@@ -100,8 +99,7 @@ class AugmentConfig:
         """Read a table of a TOML or JSON file; an unknown name is refused."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
-            if name not in known:
-                raise DataError(f"unknown augmentation setting {suggest(name, known)}")
+            check_choice("augmentation setting", name, known, DataError)
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from veca.errors import BadImageError, DataError, ImageError, suggest
+from veca.errors import BadImageError, DataError, ImageError, check_choice
 from veca.images import read_image
 
 if TYPE_CHECKING:
@@ -108,8 +108,7 @@ def _is_lying(image: Image.Image) -> bool:
 
 def check_shape(mode: str) -> None:
     """Refuse anything but the names in `SHAPES`."""
-    if mode not in SHAPES:
-        raise DataError(f"unknown mode {suggest(mode, SHAPES)}")
+    check_choice("mode", mode, SHAPES, DataError)
 
 
 def shaped(encoded: EncodedImage, size: int, mode: str) -> Image.Image:

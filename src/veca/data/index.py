@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from veca._util.files import atomic_write
 from veca.data.names import Names
 from veca.errors import DataError, VecaError
 from veca.images import EXTENSIONS
+from veca.images.find import natural_key
 
 VERSION = 1
 SHARD = ".tar"
@@ -145,16 +145,6 @@ def _walk(
             else:
                 yield inner, entry
         waiting += reversed(below)
-
-
-def natural_key(name: str) -> tuple[list[list[str | int]], str]:
-    """Compare runs of digits as numbers, folder by folder; the plain name breaks ties."""
-    parts: list[list[str | int]] = [
-        # split() alternates text and digits, starting with text.
-        [int(run) if i % 2 else run for i, run in enumerate(re.split("([0-9]+)", part))]
-        for part in name.casefold().split("/")
-    ]
-    return parts, name
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

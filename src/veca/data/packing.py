@@ -35,7 +35,7 @@ from veca._util.files import (
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import BadImageError, DataError, suggest
+from veca.errors import BadImageError, DataError, check_choice
 
 MANIFEST, FAILURES = "manifest.json", "failures.txt"
 FORMATS = {"jpeg": ".jpg", "webp": ".webp"}
@@ -151,8 +151,7 @@ class _Encoder:
         self, source: ImageSource, size: int | None, mode: str, format: str, quality: int
     ) -> None:
         check_shape(mode)
-        if format not in FORMATS:
-            raise DataError(f"unknown format {suggest(format, FORMATS)}")
+        check_choice("format", format, FORMATS, DataError)
         if format == "webp" and not features.check("webp"):
             raise DataError("this Pillow was built without WebP; use format='jpeg'.")
         if size is not None and (not isinstance(size, int) or size < 1):

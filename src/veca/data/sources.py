@@ -13,11 +13,12 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from veca.data.index import SHARD, digest, folder_index, natural_key
+from veca.data.index import SHARD, digest, folder_index
 from veca.data.names import Names
 from veca.data.shards import ShardSource
 from veca.errors import DataError
 from veca.images import EXTENSIONS, open_file
+from veca.images.find import natural_key
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _MOST_BRACES = 1_000_000

@@ -128,7 +128,7 @@ class NorMuon(Optimizer):
         rows, columns = params[0].shape
         scale = group["lr"] * _RMS * math.sqrt(max(rows, columns))
         pieces = [_like(update, p) for update, p in zip(evened.unbind(), params, strict=True)]
-        weights = [_local(p) for p in params]
+        weights = [local(p) for p in params]
         change = _change(
             torch.stack(weights),
             torch.stack(pieces),
@@ -189,7 +189,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from veca.distill.normuon import NorMuon
+from veca.distill.normuon import NorMuon, local
 from veca.errors import DistillError
 
 NAMES = ("normuon", "muon", "adamw")
@@ -241,9 +241,10 @@ class RowAdamW(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p)
             state["step"] = torch.zeros_like(p[:, :1])
         # Rows never cross shards, so that each rank can see to its own.
-        weight, grad = _local(p), _local(p.grad)
-        mean, square = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
-        steps = _local(state["step"])
+        assert p.grad is not None
+        weight, grad = local(p), local(p.grad)
+        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+        steps = local(state["step"])
         beta1, beta2 = group["betas"]
 
         active = (grad != 0).any(dim=1, keepdim=True)
@@ -273,8 +274,8 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, step: int) -> None:
         torch._foreach_lerp_(
-            [_local(t) for t in self.tensors.values()],
-            [_local(p) for p in self.parameters.values()],
+            [local(t) for t in self.tensors.values()],
+            [local(p) for p in self.parameters.values()],
             1 - self.decay_at(step),
         )
 
@@ -282,7 +283,7 @@ class WeightAverage:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over averages that are already cut like the parameters."""
         for name, tensor in self.tensors.items():
-            _local(tensor).copy_(_local(tensors[name]))
+            local(tensor).copy_(local(tensors[name]))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -296,12 +297,7 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, p in self.parameters.items():
-            weights, average = _local(p), _local(self.tensors[name])
+            weights, average = local(p), local(self.tensors[name])
             kept = weights.clone()
             weights.copy_(average)
             average.copy_(kept)
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

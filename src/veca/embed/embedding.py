@@ -25,7 +25,7 @@ from veca.embed.shards import compute_for, embed_shards
 from veca.embed.sources import Sources
 from veca.embed.writers import FAILURES, write_failures
 from veca.embed.writers.parquet import Shard, ShardRecord, finished_shards
-from veca.errors import ImageError, InputError, at_least, suggest
+from veca.errors import ImageError, InputError, at_least, check_choice
 from veca.images import Size
 from veca.model import Veca, evaluating
 from veca.weights import load
@@ -134,10 +134,8 @@ def embed(
     if batch is not None:
         warnings.warn("embed(batch=) is now embed(batch_size=)", DeprecationWarning, stacklevel=2)
         batch_size = batch
-    if on_error not in ON_ERROR:
-        raise InputError(f"unknown on_error {suggest(str(on_error), ON_ERROR)}")
-    if engine not in ENGINES:
-        raise InputError(f"unknown engine {suggest(str(engine), ENGINES)}")
+    check_choice("on_error", on_error, ON_ERROR)
+    check_choice("engine", engine, ENGINES)
     needed, purpose, extra = ["pyarrow", "pyarrow.parquet"], "veca embed", "embed"
     if engine == "ray":  # whose extra brings the others, too
         needed, purpose, extra = [*needed, "ray"], "veca embed --engine ray", "ray"
@@ -206,8 +204,7 @@ def load_model(
     if isinstance(weights, torch.nn.Module):
         check_model(weights, "embed")
         return weights, None
-    if precision not in PRECISIONS:
-        raise InputError(f"unknown precision {suggest(str(precision), PRECISIONS)}")
+    check_choice("precision", precision, PRECISIONS)
     model = load(weights, device=device, dtype=PRECISIONS[precision])
     path = Path(weights).expanduser()
     return model, str(path.absolute()) if path.exists() else os.fspath(weights)

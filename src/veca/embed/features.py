@@ -16,7 +16,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from veca.embed.writers import CollectionWriter, Result, write_failures
 from veca.embed.writers.files import FORMATS, NamedImage
 from veca.embed.writers.folder import FolderWriter
 from veca.embed.writers.single_file import SingleFileWriter
-from veca.errors import ImageError, InputError, at_least, suggest
+from veca.errors import ImageError, InputError, at_least, check_choice
 from veca.images import FITS, Preprocessed, Size, check_size, preprocess
 from veca.model import Veca, evaluating
 from veca.weights import weights_hash
@@ -116,7 +116,7 @@ def extract(
     place = place_for(out)
     batch_size = at_least("batch_size", batch_size)
     workers = min(8, os.cpu_count() or 1) if workers is None else at_least("workers", workers)
-    _check_choice("on_error", on_error, ("skip", "raise"))
+    check_choice("on_error", on_error, ("skip", "raise"))
     settings = _settings(model, cores, size, fit, what, dtype)
     source = open_images(sources)
     found: dict[Path, int] = {}
@@ -191,11 +191,11 @@ def _settings(
     """Everything that decides what the numbers are, as JSON types."""
     wanted = [what] if isinstance(what, str) else list(what)
     for name in wanted:
-        _check_choice("kind of feature", name, WHAT)
+        check_choice("kind of feature", name, WHAT)
     if not wanted:
         raise InputError("no kind of feature is chosen; choose cls, patches or both.")
-    _check_choice("dtype of the written features", dtype, DTYPES)
-    _check_choice("fit", fit, FITS)
+    check_choice("dtype of the written features", dtype, DTYPES)
+    check_choice("fit", fit, FITS)
     pixels = check_size(size, model.config.patch_size)
     return {
         "weights": weights_hash(model),
@@ -218,7 +218,7 @@ def _open_writer(
     overwrite: bool,
 ) -> _FileWriter:
     if format is not None:
-        _check_choice("format", format, FORMATS)
+        check_choice("format", format, FORMATS)
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
     fingerprint = f"veca-features-1-{digest[:16]}"
     implied = out.suffix.removeprefix(".")
@@ -322,8 +322,3 @@ def _compute(compute: ModelRunner, batch: list[_Image], *, cores: int) -> list[R
 def _absolute(path: Source) -> Path:
     """Without "..", so that a/../b/x.jpg and b/x.jpg are one image; links are not followed."""
     return Path(os.path.abspath(path))  # noqa: PTH100
-
-
-def _check_choice(what: str, value: object, known: Collection[str]) -> None:
-    if value not in known:
-        raise InputError(f"unknown {what} {suggest(str(value), known)}")

@@ -10,7 +10,7 @@ from typing import Any
 from veca.checks import check_budget
 from veca.config import VecaConfig
 from veca.embed.pipeline import DTYPES
-from veca.errors import InputError, at_least, suggest
+from veca.errors import at_least, check_choice
 from veca.images import Size, check_size
 from veca.model import Veca
 from veca.weights import weights_hash
@@ -52,8 +52,7 @@ class Settings:
         shard_rows: int,
     ) -> Settings:
         """Check what a user asked for."""
-        if dtype not in DTYPES:
-            raise InputError(f"unknown dtype of the stored features {suggest(str(dtype), DTYPES)}")
+        check_choice("dtype of the stored features", dtype, DTYPES)
         pixels = check_size(size, model.config.patch_size)
         return cls(
             weights=weights_hash(model),

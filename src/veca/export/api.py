@@ -14,7 +14,7 @@ import torch
 
 from veca._util import files
 from veca.checks import check_budget, check_model
-from veca.errors import ExportError, InputError, OutputError, suggest
+from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
 from veca.model import Veca
@@ -174,10 +174,8 @@ def _check(
     check_sizes: Sequence[Size] | None,
 ) -> list[int | str]:
     """Refuse what cannot be exported, before any work; return the budgets, each once."""
-    if to not in FORMATS:
-        raise InputError(f"unknown export format {suggest(str(to), FORMATS)}")
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {suggest(str(dtype), DTYPES)}")
+    check_choice("export format", to, FORMATS)
+    check_choice("dtype", dtype, DTYPES)
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise InputError(
             f"name must be of letters, digits, '.', '_' and '-', to begin file names; got {name!r}."

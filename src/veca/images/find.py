@@ -65,7 +65,7 @@ def _expand(
         raise ImageError(f"{name}: {fault}; extensions looked for: {' '.join(sorted(EXTENSIONS))}")
     suffixes = (path.suffix.lower() for path in paths)
     passed_over.update(suffix for suffix in suffixes if suffix not in EXTENSIONS)
-    return sorted(images, key=_natural_key)
+    return sorted(images, key=lambda path: natural_key(path.as_posix()))
 
 
 def _walk(folder: Path, recursive: bool) -> list[Path]:
@@ -81,11 +81,11 @@ def _walk(folder: Path, recursive: bool) -> list[Path]:
     return paths
 
 
-def _natural_key(path: Path) -> tuple[list[list[str | int]], str]:
-    """Compare runs of digits as numbers, folder by folder; the plain path breaks ties."""
+def natural_key(name: str) -> tuple[list[list[str | int]], str]:
+    """Compare runs of digits as numbers, folder by folder; the plain name breaks ties."""
     parts: list[list[str | int]] = [
         # split() alternates text and digits, starting with text.
-        [int(run) if i % 2 else run for i, run in enumerate(re.split("([0-9]+)", part.casefold()))]
-        for part in path.parts
+        [int(run) if i % 2 else run for i, run in enumerate(re.split("([0-9]+)", part))]
+        for part in name.casefold().split("/")
     ]
-    return parts, str(path)
+    return parts, name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from veca.errors import ImageError, suggest
+from veca.errors import ImageError, check_choice
 from veca.images.read import positive
 
 FITS = ("resize", "pad", "crop", "error")
@@ -28,7 +28,7 @@ def target_size(
     and "error" raises unless they are multiples already.
     """
     patch = positive(patch_size, "patch_size")
-    check_choice("fit", fit, FITS)
+    check_choice("fit", fit, FITS, ImageError)
     scaled = scaled_size(positive(height, "height"), positive(width, "width"), size, patch)
     if fit == "resize":
         grid = [max(1, (2 * side + patch) // (2 * patch)) for side in scaled]
@@ -75,8 +75,3 @@ def check_size(size: Any, patch: int) -> Size:
     if min(sides) < patch:
         raise ImageError(f"size={size!r} is below one patch; expected at least {patch} pixels")
     return (sides[0], sides[1]) if pair else sides[0]
-
-
-def check_choice(what: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ImageError(f"unknown {what} {suggest(str(value), known)}")

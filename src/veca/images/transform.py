@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.errors import ImageError
-from veca.images.fit import FITS, Size, check_choice, check_size, scaled_size, target_size
+from veca.errors import ImageError, check_choice
+from veca.images.fit import FITS, Size, check_size, scaled_size, target_size
 from veca.images.read import MAX_PIXELS, Source, check_area, name_of, positive, read_named
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -129,8 +129,8 @@ def preprocess(
         ImageError: an image cannot be read or fitted, none could be read, or they do not come out
             at one size.
     """
-    check_choice("fit", fit, FITS)
-    check_choice("on_error", on_error, ("raise", "skip"))
+    check_choice("fit", fit, FITS, ImageError)
+    check_choice("on_error", on_error, ("raise", "skip"), ImageError)
     own_patch, own_mean, own_std = _wanted_by(model)
     mean, std = own_mean if mean is None else mean, own_std if std is None else std
     patch_size = own_patch if patch_size is None else patch_size

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from veca._util.extras import require
 from veca.checks import check_budget
 from veca.config import PRESETS, VecaConfig
-from veca.errors import InputError, MissingExtraError, suggest
+from veca.errors import InputError, MissingExtraError, check_choice
 from veca.model import Veca
 from veca.weights import load, names, read_config
 
@@ -96,8 +96,7 @@ class TimmVeca(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """A fresh classifier for `num_classes` classes, or none for 0."""
         if global_pool is not None:
-            if global_pool not in POOLS:
-                raise InputError(f"unknown pooling {suggest(str(global_pool), POOLS)}")
+            check_choice("pooling", global_pool, POOLS)
             self.global_pool = global_pool
         self.num_classes = num_classes
         like = self.veca.patch_embed.weight
@@ -164,8 +163,7 @@ class TimmVeca(nn.Module):
         Returns:
             (final tokens, intermediates); the intermediates alone, or a dict, on request.
         """
-        if output_fmt not in FORMATS:
-            raise InputError(f"unknown output format {suggest(str(output_fmt), FORMATS)}")
+        check_choice("output format", output_fmt, FORMATS)
         wanted, last = take_indices(len(self.veca.blocks), indices)
         early = stop_early and (intermediates_only or last == len(self.veca.blocks) - 1)
         walk = self._walk(x, cores, keep=wanted, last=last + 1 if early else None)

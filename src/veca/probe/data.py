@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca.errors import InputError, ProbeError, suggest
+from veca.errors import InputError, ProbeError, check_choice, suggest
 from veca.probe.cache import MemoryCache, memory_to_use
 from veca.probe.datasets import Check, Dataset, check_dataset, find_dataset, open_dataset
 from veca.probe.metrics import as_labels
@@ -151,8 +151,7 @@ def check_data(
     """Read every image and label that tasks would need; one check for each kind of label."""
     tasks = list(tasks)
     for task in tasks:
-        if task not in DATASET_TASK:
-            raise InputError(f"unknown task {suggest(task, DATASET_TASK)}")
+        check_choice("task", task, DATASET_TASK)
     for kind in dict.fromkeys(DATASET_TASK[task] for task in tasks):
         yield check_dataset(dataset, data, task=kind, contents=True, **(options or {}))
 

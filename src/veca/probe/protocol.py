@@ -25,7 +25,7 @@ from veca._util.limits import (
     ordered,
 )
 from veca._util.settings import SettingsReader, SettingsTables, Words, flat, to_table
-from veca.errors import ProbeError, suggest
+from veca.errors import ProbeError, check_choice, suggest
 
 TASKS = ("knn", "linear", "logreg", "segmentation", "depth")
 """What can be measured; a protocol has a section for each that it describes."""
@@ -141,7 +141,8 @@ class WindowView(_Section, called="view"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window:
-            _refuse(at_least(1)("view.stride", self.stride))
+            if self.stride < 1:
+                raise ProbeError(f"view.stride must be at least 1, got {self.stride}.")
             if self.stride > self.window:
                 raise ProbeError(
                     f"view.stride {self.stride} is above view.window {self.window}: pixels between "
@@ -188,7 +189,7 @@ class CropRule:
     size: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _refuse(one_of(CROPS)("crop kind", self.kind))
+        check_choice("crop kind", self.kind, CROPS, ProbeError)
         wanted = {"pixels": 4, "fractions": 4, "bottom": 2}.get(self.kind, 0)
         if len(self.values) != wanted:
             raise ProbeError(
@@ -408,7 +409,7 @@ class Protocol:
 
     def task(self, name: str) -> Any:
         """The section of a task; an error that says which protocols have one."""
-        _refuse(one_of(TASKS)("task", name))
+        check_choice("task", name, TASKS, ProbeError)
         section = getattr(self, name)
         if section is None:
             others = [p for p in available_protocols() if name in load_protocol(p).tasks]
@@ -481,11 +482,6 @@ def toml_value(text: str, line: str) -> Any:
     if value == text and '"' in text:
         raise ProbeError(f"the value of the setting {line!r} cannot be read as TOML.")
     return value
-
-
-def _refuse(fault: str | None) -> None:
-    if fault is not None:
-        raise ProbeError(fault)
 
 
 def _rates(name: str, values: tuple[float, ...], validation: float) -> None:

@@ -433,6 +433,12 @@ class Teacher(nn.Module):
         return f"width={self.width}, stride={self.stride}"
 
 
+def weight_and_bias(convolution: nn.Conv2d) -> tuple[Tensor, Tensor]:
+    """Of a convolution; zeros where it has no bias."""
+    weight, bias = convolution.weight, convolution.bias
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias
+
+
 def check_grid(grid: object) -> Grid:
     """(h, w) as two positive whole numbers."""
     whole = isinstance(grid, (tuple, list)) and all(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from veca._util.extras import require
-from veca.errors import suggest
+from veca.errors import check_choice
 from veca.teachers import convolutions
 from veca.teachers.base import Teacher, TeacherError
 
@@ -127,8 +127,7 @@ class EfficientNetLite(nn.Module):
 
     def __init__(self, variant: str, phases: tuple[int, ...] = CENTRED) -> None:
         super().__init__()
-        if variant not in VARIANTS:
-            raise TeacherError(f"unknown EfficientNet {suggest(variant, VARIANTS)}")
+        check_choice("EfficientNet", variant, VARIANTS, TeacherError)
         width, depth = VARIANTS[variant]
         self.stem = _Conv(3, _STEM, 3, 2, 1, act=True)
         blocks = []
@@ -279,8 +278,7 @@ class EfficientNetTeacher(Teacher):
 
 def load_efficientnet(variant: str) -> EfficientNetTeacher:
     """The teacher with the published weights of `variant`, such as "efficientnet-lite2"."""
-    if variant not in VARIANTS:
-        raise TeacherError(f"unknown EfficientNet {suggest(variant, VARIANTS)}")
+    check_choice("EfficientNet", variant, VARIANTS, TeacherError)
     path = _weights_file(variant)
     try:
         content = path.read_bytes()

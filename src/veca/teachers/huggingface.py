@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from veca._util.extras import require
-from veca.errors import suggest
+from veca.errors import check_choice
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
-from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError
+from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError, weight_and_bias
 from veca.teachers.folder import (
     CONFIG,
     OPEN_CLIP_CONFIG,
@@ -64,8 +64,7 @@ class TransformersTeacher(Teacher):
         revision: str | None = None,
         source: str | None = None,
     ) -> None:
-        if feature not in FEATURES:
-            raise TeacherError(f"unknown global feature {suggest(str(feature), FEATURES)}")
+        check_choice("global feature", feature, FEATURES, TeacherError)
         mean, std = normalisation or (self.mean, self.std)
         if feature == "projected" and not self.projects:
             raise TeacherError(
@@ -139,9 +138,7 @@ class TransformersTeacher(Teacher):
             if isinstance(module, nn.Conv2d) and module.in_channels == 3:
                 if module.kernel_size != (self.stride,) * 2 or module.stride != (self.stride,) * 2:
                     return None
-                weight = module.weight
-                bias = weight.new_zeros(len(weight)) if module.bias is None else module.bias
-                return weight, bias
+                return weight_and_bias(module)
         return None
 
     def _compilable(self) -> list[nn.Module]:
@@ -416,8 +413,7 @@ def load_transformers(
             f"{folder.label} is a model of type {kind!r}, which is not among the supported ones: "
             f"{', '.join(FAMILIES)}; wrap it in a CallableTeacher."
         )
-    if feature not in FEATURES:
-        raise TeacherError(f"unknown global feature {suggest(str(feature), FEATURES)}")
+    check_choice("global feature", feature, FEATURES, TeacherError)
     require_transformers()
     files = folder.weights(TRANSFORMERS_WEIGHTS)
     model = family.load_model(folder, feature)

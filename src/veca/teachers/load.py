@@ -109,7 +109,7 @@ def _find(spec: object, cores: int | None, options: dict[str, Any]) -> Teacher:
     if colon and scheme in SCHEMES:
         return _by_scheme(scheme, rest, spec, cores, options)
     path = Path(spec).expanduser()
-    if _exists(path):
+    if names.exists(path):
         return _from_path(path, spec, cores, options)
     if hub.is_repo(spec):
         return _from_folder(ModelFolder.from_hub(spec), spec, options)
@@ -159,7 +159,7 @@ def _by_scheme(
     if scheme == DENSE_TYPE:
         return load_dense_vit(rest)
     path = Path(rest).expanduser()
-    if _exists(path):
+    if names.exists(path):
         _require_folder(path)
         folder = ModelFolder.local(path)
     elif hub.is_repo(rest):
@@ -176,7 +176,7 @@ def _by_scheme(
 
 def _from_path(path: Path, spec: str, cores: int | None, options: dict[str, Any]) -> Teacher:
     """A folder or a file, by what it holds."""
-    if not _exists(path):
+    if not names.exists(path):
         raise TeacherError(f"there is no folder {path}; check the path.")
     if is_dense_vit(path):
         return load_dense_vit(str(path))
@@ -201,10 +201,3 @@ def _without_code(options: dict[str, Any]) -> dict[str, Any]:
 def _require_folder(path: Path) -> None:
     if not path.is_dir():
         raise TeacherError(f"{path} is a file; give the folder with {CONFIG} and the weights.")
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name that no file can have
-        return False

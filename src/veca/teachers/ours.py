@@ -19,7 +19,7 @@ from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.errors import ConfigError, WeightsError
 from veca.model import Veca
-from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError
+from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError, weight_and_bias
 from veca.weights import load, read_provenance
 from veca.weights.tensors import content_hash, write_file
 
@@ -66,10 +66,7 @@ class OurTeacher(Teacher):
         return out.cls, out.patches
 
     def _patch_convolution(self) -> tuple[Tensor, Tensor] | None:
-        convolution = self.model.patch_embed
-        if convolution.bias is None:
-            return convolution.weight, convolution.weight.new_zeros(len(convolution.weight))
-        return convolution.weight, convolution.bias
+        return weight_and_bias(self.model.patch_embed)
 
     def _compilable(self) -> list[nn.Module]:
         return list(self.model.blocks)

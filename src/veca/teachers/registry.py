@@ -7,6 +7,7 @@ otherwise is refused. Preprocessing comes with the checkpoint itself.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,46 +42,21 @@ class KnownTeacher:
 def _entries() -> list[KnownTeacher]:
     entries = []
 
-    def add(
-        name: str,
-        family: str,
-        spec: str,
-        width: int,
-        stride: int,
-        prefix: int,
-        licence: str,
-        **more: object,
-    ) -> None:
-        entries.append(
-            KnownTeacher(name, family, spec, width, stride, prefix, licence, **more)  # type: ignore[arg-type]
-        )
+    def add(*fields: Any, **more: Any) -> None:
+        entries.append(KnownTeacher(*fields, **more))
 
-    for size, width in {
-        "vits16": 384,
-        "vits16plus": 384,
-        "vitb16": 768,
-        "vitl16": 1024,
-        "vith16plus": 1280,
-        "vit7b16": 4096,
-    }.items():
+    dinov3 = {"licence": "dinov3-license", "gated": True}
+    widths = {"vits16": 384, "vits16plus": 384, "vitb16": 768, "vitl16": 1024, "vith16plus": 1280}
+    for size, width in {**widths, "vit7b16": 4096}.items():
         repo = f"transformers:facebook/dinov3-{size}-pretrain-lvd1689m"
-        add(f"dinov3-{size}", "DINOv3", repo, width, 16, 5, "dinov3-license", gated=True)
+        add(f"dinov3-{size}", "DINOv3", repo, width, 16, 5, **dinov3)
     for size, width in {"vitl16": 1024, "vit7b16": 4096}.items():
         repo = f"transformers:facebook/dinov3-{size}-pretrain-sat493m"
-        add(f"dinov3-{size}-sat", "DINOv3", repo, width, 16, 5, "dinov3-license", gated=True)
+        add(f"dinov3-{size}-sat", "DINOv3", repo, width, 16, 5, **dinov3)
+    feature = "mean of the last feature map after the last norm"
     for size, width in {"tiny": 768, "small": 768, "base": 1024, "large": 1536}.items():
         repo = f"transformers:facebook/dinov3-convnext-{size}-pretrain-lvd1689m"
-        add(
-            f"dinov3-convnext-{size}",
-            "DINOv3",
-            repo,
-            width,
-            32,
-            1,
-            "dinov3-license",
-            feature="mean of the last feature map after the last norm",
-            gated=True,
-        )
+        add(f"dinov3-convnext-{size}", "DINOv3", repo, width, 32, 1, **dinov3, feature=feature)
 
     for short, size, width in (
         ("vits14", "small", 384),
@@ -94,27 +70,19 @@ def _entries() -> list[KnownTeacher]:
         add(f"dinov2-reg-{short}", "DINOv2-reg", repo, width, 14, 5, "Apache-2.0")
 
     clip = "CLS token after the last norm, before the projection"
-    for short, repo, width, stride in (
-        ("vitb32", "clip-vit-base-patch32", 768, 32),
-        ("vitb16", "clip-vit-base-patch16", 768, 16),
-        ("vitl14", "clip-vit-large-patch14", 1024, 14),
+    for family, short, spec, width, stride, licence in (
+        ("CLIP", "vitb32", "transformers:openai/clip-vit-base-patch32", 768, 32, "MIT"),
+        ("CLIP", "vitb16", "transformers:openai/clip-vit-base-patch16", 768, 16, "MIT"),
+        ("CLIP", "vitl14", "transformers:openai/clip-vit-large-patch14", 1024, 14, "MIT"),
+        ("OpenCLIP", "vitb16", "open_clip:laion/CLIP-ViT-B-16-laion2B-s34B-b88K", 768, 16, "MIT"),
+        ("OpenCLIP", "vitl14", "open_clip:laion/CLIP-ViT-L-14-laion2B-s32B-b82K", 1024, 14, "MIT"),
+        ("OpenCLIP", "vith14", "open_clip:laion/CLIP-ViT-H-14-laion2B-s32B-b79K", 1280, 14, "MIT"),
+        ("DFN-CLIP", "vitb16", "open_clip:apple/DFN2B-CLIP-ViT-B-16", 768, 16, "apple-amlr"),
+        ("DFN-CLIP", "vitl14", "open_clip:apple/DFN2B-CLIP-ViT-L-14", 1024, 14, "apple-amlr"),
+        ("DFN-CLIP", "vith14", "open_clip:apple/DFN5B-CLIP-ViT-H-14", 1280, 14, "apple-amlr"),
     ):
-        spec = f"transformers:openai/{repo}"
-        add(f"clip-{short}", "CLIP", spec, width, stride, 1, "MIT", feature=clip)
-    for short, repo, width, stride in (
-        ("vitb16", "CLIP-ViT-B-16-laion2B-s34B-b88K", 768, 16),
-        ("vitl14", "CLIP-ViT-L-14-laion2B-s32B-b82K", 1024, 14),
-        ("vith14", "CLIP-ViT-H-14-laion2B-s32B-b79K", 1280, 14),
-    ):
-        spec = f"open_clip:laion/{repo}"
-        add(f"openclip-{short}", "OpenCLIP", spec, width, stride, 1, "MIT", feature=clip)
-    for short, repo, width, stride in (
-        ("vitb16", "DFN2B-CLIP-ViT-B-16", 768, 16),
-        ("vitl14", "DFN2B-CLIP-ViT-L-14", 1024, 14),
-        ("vith14", "DFN5B-CLIP-ViT-H-14", 1280, 14),
-    ):
-        spec = f"open_clip:apple/{repo}"
-        add(f"dfn-clip-{short}", "DFN-CLIP", spec, width, stride, 1, "apple-amlr", feature=clip)
+        name = f"{family.lower()}-{short}"
+        add(name, family, spec, width, stride, 1, licence, feature=clip)
 
     head = "output of the attention-pooling head"
     # At 512 pixels, where dense tasks are probed, the 512 checkpoint's positions fit as they are.
@@ -131,35 +99,17 @@ def _entries() -> list[KnownTeacher]:
         spec = f"transformers:google/{repo}"
         add(f"siglip2-{short}", "SigLIP 2", spec, width, stride, 0, "Apache-2.0", feature=head)
 
-    for short, repo, width in (
-        ("b", "RADIO-B", 768),
-        ("l", "RADIO-L", 1024),
-        ("h", "RADIO-H", 1280),
-    ):
-        add(
-            f"radio-v2.5-{short}",
-            "AM-RADIOv2.5",
-            f"transformers:nvidia/{repo}",
-            3 * width,
-            16,
-            0,
-            "nvidia-source-code-license (non-commercial)",
-            feature="three summary tokens side by side",
-            remote_code=True,
-        )
+    feature = "three summary tokens side by side"
+    licence = "nvidia-source-code-license (non-commercial)"
+    for size, width in {"B": 768, "L": 1024, "H": 1280}.items():
+        name, spec = f"radio-v2.5-{size.lower()}", f"transformers:nvidia/RADIO-{size}"
+        more = {"feature": feature, "remote_code": True}
+        add(name, "AM-RADIOv2.5", spec, 3 * width, 16, 0, licence, **more)
 
+    feature = "mean of the last feature map"
     for index in range(5):
         name = f"efficientnet-lite{index}"
-        add(
-            name,
-            "EfficientNet-Lite",
-            name,
-            1280,
-            32,
-            0,
-            "Apache-2.0",
-            feature="mean of the last feature map",
-        )
+        add(name, "EfficientNet-Lite", name, 1280, 32, 0, "Apache-2.0", feature=feature)
     return entries
 
 

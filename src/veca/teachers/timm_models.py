@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from veca._util.extras import require
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
-from veca.teachers.base import UNKNOWN_LICENCE, Grid, Teacher, TeacherError
+from veca.teachers.base import UNKNOWN_LICENCE, Grid, Teacher, TeacherError, weight_and_bias
 from veca.weights.tensors import content_hash
 
 
@@ -60,9 +60,7 @@ class TimmTeacher(Teacher):
         square = (self.stride, self.stride)
         if not isinstance(convolution, nn.Conv2d) or convolution.kernel_size != square:
             return None
-        weight = convolution.weight
-        bias = weight.new_zeros(len(weight)) if convolution.bias is None else convolution.bias
-        return weight, bias
+        return weight_and_bias(convolution)
 
     def _compilable(self) -> list[nn.Module]:
         blocks = getattr(self.model, "blocks", None)

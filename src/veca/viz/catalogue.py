@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from veca._util.files import place_for
 from veca.checks import check_layers
-from veca.errors import InputError, suggest
+from veca.errors import InputError, check_choice
 from veca.images import EXTENSIONS
 from veca.model import Veca
 from veca.viz.attention import KINDS, draw_attention, draw_single_cores
@@ -50,10 +50,8 @@ class Options:
     """For similarity: (x, y) in 0..1 of the photo."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError(f"unknown kind of attention {suggest(str(self.kind), KINDS)}")
-        if self.method not in METHODS:
-            raise InputError(f"unknown projection {suggest(str(self.method), METHODS)}")
+        check_choice("kind of attention", self.kind, KINDS)
+        check_choice("projection", self.method, METHODS)
 
     def check(self, model: Veca) -> None:
         """Refuse budgets and layers that a model does not have, before any work is done."""
@@ -136,8 +134,7 @@ def draw(name: str, views: View | Sequence[View], options: Options | None = None
 
 
 def find_figure(name: str) -> NamedFigure:
-    if name not in FIGURES:
-        raise InputError(f"unknown figure {suggest(str(name), FIGURES)}")
+    check_choice("figure", name, FIGURES)
     return FIGURES[name]
 
 

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from veca._util.files import atomic_write
 from veca._util.html import Page
-from veca.errors import InputError, suggest
+from veca.errors import check_choice
 from veca.viz.colour import RGB, heat_bar
 
 FORMATS = ("png", "svg", "html")
@@ -209,8 +209,7 @@ class Figure:
 
 
 def check_format(format: str) -> str:
-    if format not in FORMATS:
-        raise InputError(f"unknown format of a figure {suggest(str(format), FORMATS)}")
+    check_choice("format of a figure", format, FORMATS)
     return format
 
 

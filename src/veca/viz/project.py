@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from veca._util.extras import require
-from veca.errors import InputError, suggest
+from veca.errors import InputError, check_choice
 
 METHODS = ("pca", "umap")
 
@@ -84,8 +84,7 @@ def project(
     Raises:
         MissingExtraError: umap-learn is not installed.
     """
-    if method not in METHODS:
-        raise InputError(f"unknown projection {suggest(str(method), METHODS)}")
+    check_choice("projection", method, METHODS)
     if method == "pca":
         pca = Pca.fit(features, components)
         return [pca(part) for part in features]

@@ -59,7 +59,7 @@ def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) 
     text = os.fsdecode(source)
     path = _path(text)
     is_name = isinstance(source, str) and _NAME.fullmatch(text) and not text.endswith(store.SUFFIX)
-    if _exists(path) and (store.holds_weights(path) or not is_name):
+    if exists(path) and (store.holds_weights(path) or not is_name):
         return path
     if is_name:
         return _by_name(text, wanted)
@@ -100,7 +100,7 @@ def _by_name(name: str, wanted: Sequence[str]) -> Path:
 def at_hand(source: str) -> Path | None:
     """The weights on this machine that `locate` finds for a path or a name; None without any."""
     path = _path(source)
-    return path if _exists(path) and store.holds_weights(path) else find(source)
+    return path if exists(path) and store.holds_weights(path) else find(source)
 
 
 def _path(text: str) -> Path:
@@ -109,10 +109,11 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _exists(path: Path) -> bool:
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False for a name that none can have."""
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name no file can have
+    except (OSError, ValueError):
         return False
 
 
