@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 import veca
@@ -44,7 +44,7 @@ def test_no_arguments_show_the_help(capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"veca {veca.__version__}, torch {torch.__version__}\n"
+    assert capsys.readouterr().out == f"veca {veca.__version__}, torch {version('torch')}\n"
 
 
 def test_info_overview(capsys):

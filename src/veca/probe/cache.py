@@ -151,9 +151,9 @@ class CacheWriter:
         return place // self._entry.part_size not in self.missing
 
     def add(self, results: Sequence[Result[int]]) -> None:
-        for place, arrays in results:
-            self._come[place] = arrays
-            part = place // self._entry.part_size
+        for result in results:
+            self._come[result.item] = result.arrays
+            part = result.item // self._entry.part_size
             members = self._entry.members(part)
             if all(member in self._come for member in members):
                 samples = [self._come.pop(member) for member in members]

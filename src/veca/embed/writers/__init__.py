@@ -6,8 +6,9 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from veca._util.files import atomic_write_text, printable
 
@@ -16,7 +17,8 @@ FAILURES = "failures.jsonl"
 Item = TypeVar("Item")
 
 
-class Result(NamedTuple, Generic[Item]):
+@dataclass(frozen=True)
+class Result(Generic[Item]):
     """What was computed of one image."""
 
     item: Item
