@@ -28,6 +28,13 @@ def test_every_public_name_is_there() -> None:
         assert getattr(veca, name) is not None
 
 
+@pytest.mark.parametrize("name", ["images", "weights", "model", "engine", "dense", "rope"])
+def test_modules_are_there_without_another_import(name: str) -> None:
+    code = f"import veca; print(veca.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"veca.{name}\n", done.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="lode"):
         veca.lode  # noqa: B018

@@ -53,12 +53,13 @@ _PLACES = {
     "preprocess": "images",
     "save": "weights",
 }
+_MODULES = ("attention", "dense", "engine", "features", "images", "model", "rope", "weights")
 
 
 def __getattr__(name: str) -> Any:
     if name in _PLACES:
         return getattr(importlib.import_module(f"veca.{_PLACES[name]}"), name)
-    if name in __all__:  # a module
+    if name in _MODULES:
         return importlib.import_module(f"veca.{name}")
     raise AttributeError(f"module 'veca' has no attribute {name!r}")
 

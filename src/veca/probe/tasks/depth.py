@@ -46,6 +46,12 @@ class DepthTask(DenseTask["DepthProbe"]):
 
     def __init__(self, setup: ProbeSetup, settings: Depth) -> None:
         self.max_depth = _max_depth(settings, setup.data.test)
+        train = setup.data.train
+        self._image_crop = crop_of(settings.view.image_crop, train, "image_crop")
+        self._train_crop = None
+        if settings.augment.enabled:
+            self._train_crop = crop_of(settings.augment.train_crop, train, "train_crop")
+        self._scored = crop_of(settings.view.eval_crop, setup.data.test, "eval_crop")
         self._empty: set[int] = set()  # training images without valid depth, as they are met
         wants, train_wants = [], []
         for backbone, size in setup.rows:
@@ -85,15 +91,12 @@ class DepthTask(DenseTask["DepthProbe"]):
     def random_view(
         self, image: Image.Image, label: Array, size: int, random: np.random.Generator
     ) -> live.Drawn:
-        settings, train = self.settings, self.setup.data.train
-        image_crop = crop_of(settings.view.image_crop, train, "image_crop")
-        train_crop = crop_of(settings.augment.train_crop, train, "train_crop")
-        if image_crop is not None:
-            top, bottom, left, right = image_crop.box(image.height, image.width)
+        augment, interpolation = self.settings.augment, self.settings.view.interpolation
+        if self._image_crop is not None:
+            top, bottom, left, right = self._image_crop.box(image.height, image.width)
             image = image.crop((left, top, right, bottom))
-        interpolation = settings.view.interpolation
         return live.Drawn(
-            *random_depth(image, label, settings.augment, train_crop, size, interpolation, random)
+            *random_depth(image, label, augment, self._train_crop, size, interpolation, random)
         )
 
     def describe(self, size: int) -> dict[str, Any]:
@@ -104,15 +107,14 @@ class DepthTask(DenseTask["DepthProbe"]):
     ) -> tuple[dict[str, float], Sums, dict[str, Any]]:
         setup, data = self.setup, self.setup.data
         self._note_empty("training", data.train, self._empty)
-        scored = crop_of(self.settings.view.eval_crop, data.test, "eval_crop")
         errors: list[dict[str, float] | None] = []
         empty: set[int] = set()
         check = DepthCheck() if setup.verify else None
         for place, index in enumerate(data.test_indices):
             sample, truth = test.dense(place), truths(place).numpy()
             predicted = head.predict(sample, (truth.shape[0], truth.shape[1]))
-            if scored is not None:
-                top, bottom, left, right = scored.box(*truth.shape)
+            if self._scored is not None:
+                top, bottom, left, right = self._scored.box(*truth.shape)
                 truth, predicted = truth[top:bottom, left:right], predicted[top:bottom, left:right]
             found = depth_errors(predicted, truth)
             if check is not None:
