@@ -66,4 +66,10 @@ def run(name: str, words: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(words)) or 0)
+    arguments = parser.parse_args(words)
+    if BENCHMARKS[name].gpu:
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("it needs a CUDA GPU, and torch sees none here")
+    return int(module.run(arguments) or 0)

@@ -28,7 +28,7 @@ def test_every_public_name_is_there() -> None:
         assert getattr(veca, name) is not None
 
 
-@pytest.mark.parametrize("name", ["images", "weights", "model", "engine", "dense", "rope"])
+@pytest.mark.parametrize("name", ["images", "weights", "model", "embed", "probe", "collections"])
 def test_modules_are_there_without_another_import(name: str) -> None:
     code = f"import veca; print(veca.{name}.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -13,7 +13,17 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 
 from conftest import SMALLEST, stirred
-from veca import PRESETS, DenseVit, Veca, VecaConfig, VecaOutput, cost, create_model, preprocess
+from veca import (
+    PRESETS,
+    DenseVit,
+    Veca,
+    VecaConfig,
+    VecaOutput,
+    cost,
+    create_model,
+    load,
+    preprocess,
+)
 from veca.errors import ConfigError, InputError
 from veca.model import spread_points
 
@@ -526,7 +536,7 @@ def test_what_users_of_other_libraries_try_first(build):
 
 def test_a_model_shows_itself_in_one_line(tiny):
     facts = "12 layers, width 192, 64 cores, patch 16, 5.5 M parameters, cpu float32"
-    assert repr(create_model("tiny")) == f'Veca("veca_tiny_patch16", {facts})'
+    assert repr(create_model("tiny")) == f"Veca({facts})"
     assert repr(create_model("tiny").half()).endswith("cpu float16)")
     count = sum(p.numel() for p in tiny.parameters())
     small = "3 layers, width 32, 8 cores, patch 16"
@@ -535,15 +545,18 @@ def test_a_model_shows_itself_in_one_line(tiny):
     assert dense.startswith("DenseVit(3 layers, width 32, patch 16, ") and "cores" not in dense
 
 
+@pytest.mark.parametrize("last", [0, -1, 99])
+def test_a_walk_ends_at_a_block_that_there_is(tiny, last):
+    with pytest.raises(InputError, match=str(last)):
+        next(tiny.walk(torch.zeros(1, 3, 32, 32), last=last))
+
+
 def test_a_name_is_no_weight_and_survives_a_copy():
-    model = create_model("tiny")
-    assert model.name == "veca_tiny_patch16"
+    model = load("tiny")
+    assert model.name == "veca_tiny_patch16" and repr(model).startswith('Veca("veca_tiny_patch16"')
     assert copy.deepcopy(model).name == pickle.loads(pickle.dumps(model)).name == model.name
     assert not [key for key in model.state_dict() if "name" in key]
-    assert create_model("tiny", depth=2).name is None, "another network than that"
-    assert create_model(SMALLEST).name is None
-    model.load_state_dict(create_model("tiny").state_dict())
-    assert model.name == "veca_tiny_patch16"
+    assert create_model("tiny").name is None, "fresh weights have no name"
 
 
 @pytest.mark.parametrize("keep", [torch.enable_grad, torch.inference_mode])

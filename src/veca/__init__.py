@@ -53,7 +53,11 @@ _PLACES = {
     "preprocess": "images",
     "save": "weights",
 }
-_MODULES = ("attention", "dense", "engine", "features", "images", "model", "rope", "weights")
+_MODULES = {
+    *("attention", "bench", "collections", "data", "dense", "distill", "embed", "engine"),
+    *("export", "features", "images", "integrations", "model", "probe", "quickstart", "rope"),
+    *("teachers", "viz", "weights"),
+}
 
 
 def __getattr__(name: str) -> Any:

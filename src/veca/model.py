@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from veca import rope
 from veca.attention import BACKENDS, core_attention
 from veca.checks import check_budget, check_finite, check_images, check_layers
-from veca.config import PRESETS, VecaConfig, preset
+from veca.config import VecaConfig, preset
 from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
 from veca.rope import Rotation
@@ -379,6 +379,7 @@ class Veca(FeatureModel, nn.Module):
         c = self.config
         budget = check_budget(cores, c.num_cores)
         grid = check_images(images, c.in_channels, c.patch_size)
+        end = c.depth if last is None else check_layers([last], c.depth)[0]
         if not self.training:
             check_finite(images)
 
@@ -402,7 +403,7 @@ class Veca(FeatureModel, nn.Module):
         core_xy = raw.tanh()
         core_rotation = rope.rotation(core_xy, periods)
         yield LayerState(0, x, core_xy, core_rotation, patch_rotation, grid)
-        for number, block in enumerate(self.blocks[:last], start=1):
+        for number, block in enumerate(self.blocks[:end], start=1):
             if number > 1:
                 raw = self.moves[number - 2](raw, x[:, :budget])
                 core_xy = raw.tanh()
@@ -436,9 +437,7 @@ def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: ob
     >>> create_model("small", output_width=768)
     """
     config = name if isinstance(name, VecaConfig) else preset(name)
-    model = Veca(config.replace(**changes) if changes else config, backend=backend)
-    model.name = {known: name for name, known in PRESETS.items()}.get(model.config)
-    return model
+    return Veca(config.replace(**changes) if changes else config, backend=backend)
 
 
 @contextlib.contextmanager

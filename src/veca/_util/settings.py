@@ -237,6 +237,7 @@ class SettingsReader:
         if not equals or not all(key):
             raise self.error(self.words.form.format(line=line))
         self.set(settings, key, self.value(text))
+        settings.files[key] = f"--set {name.strip()}"
 
     def set(self, settings: SettingsTables, key: Key, value: Any) -> None:
         """Change one value, given as it is; a table that is not there is made."""
