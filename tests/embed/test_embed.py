@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +17,11 @@ import torch
 
 import veca
 from data.pictures import encoded, make_folder, picture
+from veca._util.files import temporary_beside
 from veca.data import DataError, pack
-from veca.embed import iter_embeddings, read_embeddings
+from veca.embed import iter_embeddings, read_embeddings, writers
 from veca.embed.plan import locked
+from veca.embed.writers import BackgroundWrites, parquet
 from veca.errors import (
     ImageError,
     InputError,
@@ -428,6 +432,54 @@ def test_a_folder_with_other_things_is_refused(embed, images, tmp_path):
     (tmp_path / "embed.json").write_text("{}")
     with pytest.raises(InputError, match=r"embed\.json.*settings"):
         embed(images, tmp_path)
+
+
+def test_nothing_is_written_after_a_failure():
+    writes, queued, written = BackgroundWrites(1, most=2), threading.Event(), []
+
+    def fail():
+        queued.wait(10)
+        raise OutputError("full")
+
+    writes.submit(fail)
+    writes.submit(written.append, 1)
+    queued.set()
+    for _ in range(2):
+        with pytest.raises(OutputError, match="full"):
+            writes.finish()
+    with pytest.raises(OutputError, match="full"):
+        writes.submit(written.append, 2)
+        writes.finish()
+    writes.close()
+    assert not written
+
+
+def test_a_shard_whose_first_rows_could_not_be_written_is_not_there(
+    embed, images, tree, tmp_path, monkeypatch
+):
+    queued, calls = threading.Event(), []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            future = super().submit(*arguments)
+            calls.append(arguments)
+            if len(calls) == 2:
+                queued.set()
+            return future
+
+    def full(path):
+        monkeypatch.setattr(parquet, "temporary_beside", temporary_beside)
+        queued.wait(10)  # the last rows of the shard wait behind these
+        raise OutputError("No space left on device")
+
+    monkeypatch.setattr(writers, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(parquet, "temporary_beside", full)
+    with pytest.raises(OutputError, match="No space left"):
+        embed(images, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("shards/*"))
+    embed(images, tmp_path / "out")
+    embed(images, tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", ["gone", "half"])
