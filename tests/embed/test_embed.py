@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -282,6 +283,62 @@ def test_many_images_that_are_gone_do_not_stop_a_run(embed, tmp_path):
 
 
 @pytest.mark.slow
+class Killed(BaseException):
+    """What a killed process does next: nothing."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_starting_over_can_be_killed_anywhere(
+    embed, images, tree, tmp_path, monkeypatch, overwrite
+):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    (images / "bad.png").write_bytes(b"no image")
+    embed(images / "0", out)
+    embed(images, out)  # a plan of two parts
+    (out / "notes.txt").write_text("mine")
+    shutil.copytree(out, whole)
+    embed(images, whole, overwrite=True)
+    steps = 0
+    for steps in range(99):
+        folder = tmp_path / f"killed-{steps}"
+        shutil.copytree(out, folder)
+        left = iter(range(steps))
+
+        def or_die(do, left=left):
+            def step(*arguments, **options):
+                if next(left, None) is None:
+                    raise Killed
+                return do(*arguments, **options)
+
+            return step
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", or_die(Path.unlink))
+            patch.setattr(os, "replace", or_die(os.replace))
+            try:
+                embed(images, folder, overwrite=True)
+                break
+            except Killed:
+                pass
+        (folder / ".embed.lock").unlink(missing_ok=True)
+        assert embed(images, folder, overwrite=overwrite).images == 30
+        names, _ = read_embeddings(folder)
+        assert sorted(names) == sorted(str(p) for p in images.glob("*/*"))
+        if overwrite:
+            assert tree(folder) == tree(whole)
+    assert steps > 10
+
+
+def test_a_folder_left_without_manifest_goes_on(embed, images, tmp_path):
+    out = tmp_path / "out"
+    for folder in ("shards", "plan"):
+        (out / folder).mkdir(parents=True)
+    assert embed(images, out).images == 30
+    (out / "embed.json").unlink()
+    with pytest.raises(OutputError, match="shards"):
+        embed(images, out)
+
+
 def test_two_runs_at_a_time_are_refused(embed, images, weights, tmp_path):
     command = [sys.executable, "-c", KILLED, str(images), str(tmp_path / "out"), str(weights), "2"]
     with locked(tmp_path / "out"):
