@@ -53,6 +53,13 @@ def files_in(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
+def listed(folder: Path) -> list[str]:
+    """The images in the list of failures."""
+    path = folder / "failures.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["path"] for line in lines]
+
+
 @pytest.fixture
 def two_threads(monkeypatch):
     """A machine on which torch uses two threads."""
@@ -445,6 +452,46 @@ class TestBadImages:
         summary = extract(model, photos, out, size=32)
         assert (summary.computed, summary.reused, summary.failed) == (2, 5, ())
         assert not (out / "failures.jsonl").exists()
+
+    def test_the_list_is_about_all_runs(self, model, photos, tmp_path):
+        out = tmp_path / "out"
+        for name in ("a/bad.jpg", "a/worse.jpg", "b/bad.jpg"):
+            (photos / name).write_bytes(b"not an image")
+        extract(model, photos / "a", out, size=32, root=photos)
+        assert listed(out) == [str(photos / "a" / name) for name in ("bad.jpg", "worse.jpg")]
+        summary = extract(model, photos / "b", out, size=32)
+        assert [name for name, _ in summary.failed] == [str(photos / "b/bad.jpg")]
+        assert listed(out) == [
+            str(photos / name) for name in ("a/bad.jpg", "a/worse.jpg", "b/bad.jpg")
+        ]
+        save_image(photos / "a/bad.jpg")
+        (photos / "a/worse.jpg").unlink()
+        extract(model, photos / "a", out, size=32)
+        assert listed(out) == [str(photos / "b/bad.jpg")]
+        save_image(photos / "b/bad.jpg")
+        assert extract(model, photos, out, size=32).failures_file is None
+        assert listed(out) == []
+
+    @pytest.mark.parametrize("on_error", ["skip", "raise"])
+    def test_the_list_is_true_after_a_stop(self, model, photos, tmp_path, on_error):
+        def stop(done, total):
+            if done == 2:
+                raise KeyboardInterrupt
+
+        out = tmp_path / "out"
+        for name in ("b/bad.jpg", "c/bad.jpg"):
+            save_image(photos / name)
+            (photos / name).write_bytes(b"not an image")
+        extract(model, [photos / "x.png", photos / "b"], out, size=32, root=photos)
+        assert listed(out) == [str(photos / "b/bad.jpg")]
+        (photos / "a/bad.jpg").write_bytes(b"not an image")
+        with pytest.raises((KeyboardInterrupt, ImageError)):
+            extract(model, photos, out, size=32, batch_size=1, progress=stop, on_error=on_error)
+        assert sorted(listed(out)) == [str(photos / name) for name in ("a/bad.jpg", "b/bad.jpg")]
+        extract(model, photos, out, size=32)
+        assert len(listed(out)) == 3
+        extract(model, photos / "x.png", out, size=32, overwrite=True)
+        assert listed(out) == []
 
     def test_raise_stops_at_the_first(self, model, photos, tmp_path):
         (photos / "bad.jpg").write_bytes(b"not an image")

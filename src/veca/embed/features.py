@@ -31,7 +31,7 @@ from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
 from veca.embed.pipeline import DTYPES, ModelRunner, batch_by_shape, compute_ahead, read_ahead
 from veca.embed.sources import Source, Sources, open_images, to_read
-from veca.embed.writers import CollectionWriter, Result, write_failures
+from veca.embed.writers import CollectionWriter, Result
 from veca.embed.writers.files import FORMATS, NamedImage
 from veca.embed.writers.folder import FolderWriter
 from veca.embed.writers.single_file import SingleFileWriter
@@ -60,7 +60,8 @@ class Summary:
     seconds: float
     out: Path
     failures_file: Path | None
-    """Where `failed` is written down, if there is any."""
+    """Where `failed` is written down, after what earlier runs could not read; None if there is
+    nothing to write."""
 
     @property
     def images_per_second(self) -> float:
@@ -168,7 +169,7 @@ def extract(
         if tally.good:
             writer.finish()
 
-    failures_file = write_failures(writer.failures_path, writer.failed)
+    failures_file = writer.write_failures()
     if not tally.good:
         raise ImageError(
             f"none of {len(places)} images could be read; the first: "
@@ -294,10 +295,10 @@ def _sift(
             tally.count(reused=1)
         elif isinstance(reading, Preprocessed):
             yield _Image(item, reading)
-        elif strict:
-            raise reading
         else:
             writer.fail(item, str(reading).removeprefix(f"{item.path}: "))
+            if strict:
+                raise reading
             tally.count(failed=1)
 
 

@@ -103,3 +103,12 @@ def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None
     if not path.exists() or path.read_text("utf-8") != text:
         atomic_write_text(path, text)
     return path
+
+
+def read_failures(path: Path) -> dict[str, str]:
+    """What `write_failures` wrote: path and reason, as they are printed. None, or no list: {}."""
+    try:
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        return {str(line["path"]): str(line["reason"]) for line in lines}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}

@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from veca._util.files import atomic_write_json, folder_to_fill, output_errors
+from veca._util.files import atomic_write_json, folder_to_fill, output_errors, printable
 from veca.embed.sources import state_of
-from veca.embed.writers import FAILURES, BackgroundWrites, Result
+from veca.embed.writers import (
+    FAILURES,
+    BackgroundWrites,
+    Result,
+    read_failures,
+    write_failures,
+)
 from veca.embed.writers.files import (
     FORMATS,
     NamedImage,
@@ -35,7 +42,8 @@ class FolderWriter:
     `features.json` holds the settings of all files in the folder. Each file holds their
     fingerprint as well, so that a stray or damaged file is never taken for a result, and the size
     and time of its image, so that a replaced image is known. A run that writes no features leaves
-    nothing.
+    nothing. `failures.jsonl` is about all runs: images that a run does not come to stay listed, as
+    long as they are there.
     """
 
     def __init__(
@@ -64,7 +72,8 @@ class FolderWriter:
             _refuse_other_settings(out, manifest, here)
         self.items = name_images(paths, root)
         self.failed: list[tuple[str, str]] = []
-        self.failures_path = out / FAILURES
+        listed = {} if overwrite else read_failures(out / FAILURES)
+        self._listed = {path: why for path, why in listed.items() if _is_there(Path(path))}
         self._is_new, self._has_files = not manifest, False
         self._out, self._format, self._fingerprint = out, format, fingerprint
         self._folders: set[Path] = set()
@@ -84,7 +93,7 @@ class FolderWriter:
         except OSError:  # reading it will say what is wrong
             return False
         if self._is_made(item, stat):
-            self._has_files = True
+            self._note_file(item)
             return True
         self._stats[item.place] = stat
         return False
@@ -125,6 +134,10 @@ class FolderWriter:
 
     def fail(self, item: NamedImage, reason: str) -> None:
         self.failed.append((str(item.path), reason))
+        self._listed.pop(printable(str(item.path)), None)
+
+    def write_failures(self) -> Path | None:
+        return write_failures(self._out / FAILURES, [*self._listed.items(), *self.failed])
 
     def finish(self) -> None:
         self._writes.finish()
@@ -135,6 +148,9 @@ class FolderWriter:
         self._writes.close()
         if self._is_new and not self._has_files and not _features_in(self._out):
             (self._out / MANIFEST).unlink(missing_ok=True)
+        elif (self._out / MANIFEST).exists():  # also of a run that was stopped
+            with contextlib.suppress(OutputError, OSError):  # not in place of what stopped it
+                self.write_failures()
         self._stack.close()
 
     def _path_of(self, item: NamedImage) -> Path:
@@ -148,7 +164,11 @@ class FolderWriter:
         if stat is not None:
             arrays["image_stat"] = np.array(stat, dtype=np.int64)
         write_features(self._path_of(result.item), arrays, text)
+        self._note_file(result.item)
+
+    def _note_file(self, item: NamedImage) -> None:
         self._has_files = True
+        self._listed.pop(printable(str(item.path)), None)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -183,6 +203,13 @@ def _difference(name: str, there: object, here: object) -> str:
     return f"{name}: {json.dumps(there)} there, {json.dumps(here)} now"
 
 
+def _is_there(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        state_of(path)
+        return True
+    return os.path.lexists(path)  # a link that leads nowhere
+
+
 def _features_in(folder: Path) -> bool:
     """Whether there are files of features in a folder, perhaps of a run beside this one."""
     paths = (path for format in FORMATS for path in folder.rglob(f"*.{format}"))
@@ -196,3 +223,4 @@ def _remove_features(folder: Path, fingerprint: str) -> None:
             origin = origin_of(path)
             if origin is not None and origin.settings == fingerprint:
                 path.unlink()
+    (folder / FAILURES).unlink(missing_ok=True)
