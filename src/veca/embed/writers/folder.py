@@ -64,8 +64,9 @@ class FolderWriter:
             )
         manifest = _read_manifest(out)
         if manifest and overwrite:
-            _remove_features(out, manifest["fingerprint"])
+            _remove_features(out, manifest)
             manifest = None
+        self._is_of_0_1 = manifest is not None and _is_of_0_1(manifest)
         root = root or (Path(manifest["root"]) if manifest else common_root(paths))
         here = {**settings, "format": format, "root": str(root)}
         if manifest:
@@ -141,7 +142,7 @@ class FolderWriter:
 
     def finish(self) -> None:
         self._writes.finish()
-        if not self._is_new:
+        if self._is_of_0_1:
             (self._out / _OLD_FAILURES).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -216,11 +217,16 @@ def _features_in(folder: Path) -> bool:
     return any(origin_of(path) is not None for path in paths)
 
 
-def _remove_features(folder: Path, fingerprint: str) -> None:
+def _is_of_0_1(manifest: dict[str, Any]) -> bool:
+    return str(manifest.get("veca")).startswith("0.1.")
+
+
+def _remove_features(folder: Path, manifest: dict[str, Any]) -> None:
     """Remove the files made with these settings, known by what they hold, and nothing else."""
     for format in FORMATS:
         for path in folder.rglob(f"*.{format}"):
             origin = origin_of(path)
-            if origin is not None and origin.settings == fingerprint:
+            if origin is not None and origin.settings == manifest["fingerprint"]:
                 path.unlink()
-    (folder / FAILURES).unlink(missing_ok=True)
+    for name in (FAILURES, *([_OLD_FAILURES] if _is_of_0_1(manifest) else [])):
+        (folder / name).unlink(missing_ok=True)
