@@ -453,6 +453,16 @@ class TestBadImages:
         assert (summary.computed, summary.reused, summary.failed) == (2, 5, ())
         assert not (out / "failures.jsonl").exists()
 
+    def test_reasons_do_not_repeat_the_path(self, model, photos, tmp_path):
+        (photos / "bad.jpg").write_bytes(b"not an image")
+        path = str(photos / "bad.jpg")
+        reasons = set()
+        for name in (path, f"{photos}/a/../bad.jpg", f"{photos}/./bad.jpg", f"{photos}/a/../b*"):
+            summary = extract(model, [photos / "x.jpg", name], tmp_path / "out", size=32)
+            assert [failed for failed, _ in summary.failed] == [path]
+            reasons.add(summary.failed[0][1])
+        assert len(reasons) == 1 and "bad.jpg" not in reasons.pop()
+
     def test_the_list_is_about_all_runs(self, model, photos, tmp_path):
         out = tmp_path / "out"
         for name in ("a/bad.jpg", "a/worse.jpg", "b/bad.jpg"):

@@ -154,7 +154,13 @@ def extract(
         read, writer.items, workers=workers, ahead=workers + batch_size, nbytes=_nbytes
     )
     with evaluating(model), contextlib.closing(writer), contextlib.closing(reading):
-        ready = _sift(reading, writer, tally, strict=on_error == "raise")
+        ready = _sift(
+            reading,
+            writer,
+            tally,
+            lambda item: source.name(places[item.place]),
+            strict=on_error == "raise",
+        )
         results = compute_ahead(
             partial(_compute, compute, cores=settings["cores"]),
             batch_by_shape(ready, batch_size),
@@ -286,17 +292,22 @@ def _sift(
     readings: Iterable[_Reading],
     writer: CollectionWriter[NamedImage],
     tally: _Tally,
+    name_read: Callable[[NamedImage], str],
     *,
     strict: bool,
 ) -> Iterator[_Image]:
-    """The images that are there to be computed; the others are counted."""
+    """The images that are there to be computed; the others are counted.
+
+    A message begins with the name that was read, which may not be the path ("..").
+    """
     for item, reading in readings:
         if reading is None:
             tally.count(reused=1)
         elif isinstance(reading, Preprocessed):
             yield _Image(item, reading)
         else:
-            writer.fail(item, str(reading).removeprefix(f"{item.path}: "))
+            reason = str(reading).removeprefix(f"{name_read(item)}: ")
+            writer.fail(item, reason.removeprefix(f"{item.path}: "))
             if strict:
                 raise reading
             tally.count(failed=1)
