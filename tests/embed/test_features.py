@@ -405,6 +405,28 @@ class TestResuming:
         with pytest.raises(InputError, match="weights: "):
             extract(model, photos, tmp_path / "out", size=32)
 
+    @pytest.mark.parametrize("of_0_1", [False, True])
+    def test_another_precision_is_refused_by_its_name(self, model, photos, tmp_path, of_0_1):
+        out, manifest = tmp_path / "out", tmp_path / "out" / "features.json"
+        extract(model, photos, out, size=32)
+        content = json.loads(manifest.read_text())
+        assert content["precision"] == "float32"
+        if of_0_1:
+            del content["precision"]
+            manifest.write_text(json.dumps(content))
+        assert extract(model, photos, out, size=32).reused == 5
+        said = r'\(precision: "float32" there, "bfloat16" now\)'
+        with pytest.raises(InputError, match=said):
+            extract(model.bfloat16(), photos, out, size=32)
+
+    def test_a_folder_of_0_1_in_another_precision_goes_on(self, model, photos, tmp_path):
+        out, manifest = tmp_path / "out", tmp_path / "out" / "features.json"
+        extract(model.bfloat16(), photos, out, size=32)
+        content = json.loads(manifest.read_text())
+        del content["precision"]
+        manifest.write_text(json.dumps(content))
+        assert extract(model, photos, out, size=32).reused == 5
+
     def test_overwrite_starts_over_and_spares_what_is_not_ours(self, model, photos, tmp_path):
         out = tmp_path / "out"
         extract(model, photos, out, size=32)

@@ -128,6 +128,7 @@ def extract(
         place,
         settings,
         list(found),
+        precision=str(model.dtype).removeprefix("torch."),
         format=format,
         root=None if root is None else _absolute(root),
         overwrite=overwrite,
@@ -220,6 +221,7 @@ def _open_writer(
     settings: dict[str, Any],
     paths: Sequence[Path],
     *,
+    precision: str,
     format: str | None,
     root: Path | None,
     overwrite: bool,
@@ -233,7 +235,8 @@ def _open_writer(
         return FolderWriter(
             out,
             fingerprint,
-            settings,
+            # Not in the fingerprint, which is 0.1's: the hash of the weights depends on it.
+            {**settings, "precision": precision},
             paths,
             format=format or FORMATS[0],
             root=root,

@@ -186,6 +186,11 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _refuse_other_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    if "precision" not in there:  # of 0.1: that of the weights, if they are these
+        same = there.get("weights") == here["weights"]
+        there = {**there, "precision": here["precision"] if same else "float32"}
+    if there["precision"] != here["precision"]:
+        there = {**there, "weights": here["weights"]}  # whose hash has to differ then
     other = [
         name if isinstance(here[name], dict) else _difference(name, there.get(name), here[name])
         for name in here
