@@ -348,6 +348,36 @@ class TestResuming:
         os.utime(image, ns=(later, later))
         assert extract(model, image, out, size=32, format=format).computed == 1
 
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_images_that_are_no_files_are_done_once(self, model, photos, tmp_path, format):
+        class Records:
+            """Images of a database, say."""
+
+            def __len__(self):
+                return 3
+
+            def read(self, index):
+                return (photos / "x.jpg").read_bytes() if index else b"not an image"
+
+            def name(self, index):
+                return f"record/{index}"
+
+            def fingerprint(self):
+                return "records"
+
+        for counts in ((2, 0), (0, 2)):
+            summary = extract(model, Records(), tmp_path / "out", size=32, format=format)
+            assert (summary.computed, summary.reused, len(summary.failed)) == (*counts, 1)
+
+    def test_a_removed_image_is_a_failure_though_its_features_are_there(
+        self, model, photos, tmp_path
+    ):
+        extract(model, photos, tmp_path / "out", size=32)
+        (photos / "x.jpg").unlink()
+        sources = [photos / "x.jpg", photos / "x.png"]
+        summary = extract(model, sources, tmp_path / "out", size=32)
+        assert (summary.reused, len(summary.failed)) == (1, 1)
+
     def test_a_stopped_run_leaves_whole_files_and_goes_on(self, model, photos, tmp_path):
         extract(model, photos, tmp_path / "once", size=32, batch_size=1, dtype="float32")
         out = tmp_path / "out"

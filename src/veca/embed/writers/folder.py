@@ -91,15 +91,18 @@ class FolderWriter:
     def has(self, item: NamedImage) -> bool:
         try:
             stat = state_of(item.path)
+        except FileNotFoundError:  # the source has names of its own, or reading it will say so
+            stat = None
         except OSError:  # reading it will say what is wrong
             return False
         if self._is_made(item, stat):
             self._note_file(item)
             return True
-        self._stats[item.place] = stat
+        if stat is not None:
+            self._stats[item.place] = stat
         return False
 
-    def _is_made(self, item: NamedImage, stat: tuple[int, int]) -> bool:
+    def _is_made(self, item: NamedImage, stat: tuple[int, int] | None) -> bool:
         path = self._path_of(item)
         try:
             written = path.stat().st_mtime_ns
@@ -109,8 +112,10 @@ class FolderWriter:
         origin = origin_of(path)
         if origin is None or origin.settings != self._fingerprint:
             return False
+        if stat is None or origin.image_stat is not None:
+            return origin.image_stat == stat
         # A file of an earlier version does not say which image it is of: it must not be older.
-        return written >= stat[1] if origin.image_stat is None else origin.image_stat == stat
+        return written >= stat[1]
 
     def _refuse_long_name(self, item: NamedImage) -> None:
         path = self._path_of(item)
