@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +18,11 @@ import torch
 
 import veca
 from data.pictures import encoded, make_folder, picture
+from veca._util.files import temporary_beside
 from veca.data import DataError, pack
-from veca.embed import iter_embeddings, read_embeddings
+from veca.embed import iter_embeddings, read_embeddings, writers
 from veca.embed.plan import locked
+from veca.embed.writers import BackgroundWrites, parquet
 from veca.errors import (
     ImageError,
     InputError,
@@ -278,6 +283,62 @@ def test_many_images_that_are_gone_do_not_stop_a_run(embed, tmp_path):
 
 
 @pytest.mark.slow
+class Killed(BaseException):
+    """What a killed process does next: nothing."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_starting_over_can_be_killed_anywhere(
+    embed, images, tree, tmp_path, monkeypatch, overwrite
+):
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    (images / "bad.png").write_bytes(b"no image")
+    embed(images / "0", out)
+    embed(images, out)  # a plan of two parts
+    (out / "notes.txt").write_text("mine")
+    shutil.copytree(out, whole)
+    embed(images, whole, overwrite=True)
+    steps = 0
+    for steps in range(99):
+        folder = tmp_path / f"killed-{steps}"
+        shutil.copytree(out, folder)
+        left = iter(range(steps))
+
+        def or_die(do, left=left):
+            def step(*arguments, **options):
+                if next(left, None) is None:
+                    raise Killed
+                return do(*arguments, **options)
+
+            return step
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", or_die(Path.unlink))
+            patch.setattr(os, "replace", or_die(os.replace))
+            try:
+                embed(images, folder, overwrite=True)
+                break
+            except Killed:
+                pass
+        (folder / ".embed.lock").unlink(missing_ok=True)
+        assert embed(images, folder, overwrite=overwrite).images == 30
+        names, _ = read_embeddings(folder)
+        assert sorted(names) == sorted(str(p) for p in images.glob("*/*"))
+        if overwrite:
+            assert tree(folder) == tree(whole)
+    assert steps > 10
+
+
+def test_a_folder_left_without_manifest_goes_on(embed, images, tmp_path):
+    out = tmp_path / "out"
+    for folder in ("shards", "plan"):
+        (out / folder).mkdir(parents=True)
+    assert embed(images, out).images == 30
+    (out / "embed.json").unlink()
+    with pytest.raises(OutputError, match="shards"):
+        embed(images, out)
+
+
 def test_two_runs_at_a_time_are_refused(embed, images, weights, tmp_path):
     command = [sys.executable, "-c", KILLED, str(images), str(tmp_path / "out"), str(weights), "2"]
     with locked(tmp_path / "out"):
@@ -428,6 +489,54 @@ def test_a_folder_with_other_things_is_refused(embed, images, tmp_path):
     (tmp_path / "embed.json").write_text("{}")
     with pytest.raises(InputError, match=r"embed\.json.*settings"):
         embed(images, tmp_path)
+
+
+def test_nothing_is_written_after_a_failure():
+    writes, queued, written = BackgroundWrites(1, most=2), threading.Event(), []
+
+    def fail():
+        queued.wait(10)
+        raise OutputError("full")
+
+    writes.submit(fail)
+    writes.submit(written.append, 1)
+    queued.set()
+    for _ in range(2):
+        with pytest.raises(OutputError, match="full"):
+            writes.finish()
+    with pytest.raises(OutputError, match="full"):
+        writes.submit(written.append, 2)
+        writes.finish()
+    writes.close()
+    assert not written
+
+
+def test_a_shard_whose_first_rows_could_not_be_written_is_not_there(
+    embed, images, tree, tmp_path, monkeypatch
+):
+    queued, calls = threading.Event(), []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            future = super().submit(*arguments)
+            calls.append(arguments)
+            if len(calls) == 2:
+                queued.set()
+            return future
+
+    def full(path):
+        monkeypatch.setattr(parquet, "temporary_beside", temporary_beside)
+        queued.wait(10)  # the last rows of the shard wait behind these
+        raise OutputError("No space left on device")
+
+    monkeypatch.setattr(writers, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(parquet, "temporary_beside", full)
+    with pytest.raises(OutputError, match="No space left"):
+        embed(images, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("shards/*"))
+    embed(images, tmp_path / "out")
+    embed(images, tmp_path / "whole")
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("damage", ["gone", "half"])

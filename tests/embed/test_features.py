@@ -53,6 +53,13 @@ def files_in(folder: Path) -> list[str]:
     return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
 
 
+def listed(folder: Path) -> list[str]:
+    """The images in the list of failures."""
+    path = folder / "failures.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["path"] for line in lines]
+
+
 @pytest.fixture
 def two_threads(monkeypatch):
     """A machine on which torch uses two threads."""
@@ -341,6 +348,36 @@ class TestResuming:
         os.utime(image, ns=(later, later))
         assert extract(model, image, out, size=32, format=format).computed == 1
 
+    @pytest.mark.parametrize("format", FORMATS)
+    def test_images_that_are_no_files_are_done_once(self, model, photos, tmp_path, format):
+        class Records:
+            """Images of a database, say."""
+
+            def __len__(self):
+                return 3
+
+            def read(self, index):
+                return (photos / "x.jpg").read_bytes() if index else b"not an image"
+
+            def name(self, index):
+                return f"record/{index}"
+
+            def fingerprint(self):
+                return "records"
+
+        for counts in ((2, 0), (0, 2)):
+            summary = extract(model, Records(), tmp_path / "out", size=32, format=format)
+            assert (summary.computed, summary.reused, len(summary.failed)) == (*counts, 1)
+
+    def test_a_removed_image_is_a_failure_though_its_features_are_there(
+        self, model, photos, tmp_path
+    ):
+        extract(model, photos, tmp_path / "out", size=32)
+        (photos / "x.jpg").unlink()
+        sources = [photos / "x.jpg", photos / "x.png"]
+        summary = extract(model, sources, tmp_path / "out", size=32)
+        assert (summary.reused, len(summary.failed)) == (1, 1)
+
     def test_a_stopped_run_leaves_whole_files_and_goes_on(self, model, photos, tmp_path):
         extract(model, photos, tmp_path / "once", size=32, batch_size=1, dtype="float32")
         out = tmp_path / "out"
@@ -398,6 +435,28 @@ class TestResuming:
         with pytest.raises(InputError, match="weights: "):
             extract(model, photos, tmp_path / "out", size=32)
 
+    @pytest.mark.parametrize("of_0_1", [False, True])
+    def test_another_precision_is_refused_by_its_name(self, model, photos, tmp_path, of_0_1):
+        out, manifest = tmp_path / "out", tmp_path / "out" / "features.json"
+        extract(model, photos, out, size=32)
+        content = json.loads(manifest.read_text())
+        assert content["precision"] == "float32"
+        if of_0_1:
+            del content["precision"]
+            manifest.write_text(json.dumps(content))
+        assert extract(model, photos, out, size=32).reused == 5
+        said = r'\(precision: "float32" there, "bfloat16" now\)'
+        with pytest.raises(InputError, match=said):
+            extract(model.bfloat16(), photos, out, size=32)
+
+    def test_a_folder_of_0_1_in_another_precision_goes_on(self, model, photos, tmp_path):
+        out, manifest = tmp_path / "out", tmp_path / "out" / "features.json"
+        extract(model.bfloat16(), photos, out, size=32)
+        content = json.loads(manifest.read_text())
+        del content["precision"]
+        manifest.write_text(json.dumps(content))
+        assert extract(model, photos, out, size=32).reused == 5
+
     def test_overwrite_starts_over_and_spares_what_is_not_ours(self, model, photos, tmp_path):
         out = tmp_path / "out"
         extract(model, photos, out, size=32)
@@ -445,6 +504,56 @@ class TestBadImages:
         summary = extract(model, photos, out, size=32)
         assert (summary.computed, summary.reused, summary.failed) == (2, 5, ())
         assert not (out / "failures.jsonl").exists()
+
+    def test_reasons_do_not_repeat_the_path(self, model, photos, tmp_path):
+        (photos / "bad.jpg").write_bytes(b"not an image")
+        path = str(photos / "bad.jpg")
+        reasons = set()
+        for name in (path, f"{photos}/a/../bad.jpg", f"{photos}/./bad.jpg", f"{photos}/a/../b*"):
+            summary = extract(model, [photos / "x.jpg", name], tmp_path / "out", size=32)
+            assert [failed for failed, _ in summary.failed] == [path]
+            reasons.add(summary.failed[0][1])
+        assert len(reasons) == 1 and "bad.jpg" not in reasons.pop()
+
+    def test_the_list_is_about_all_runs(self, model, photos, tmp_path):
+        out = tmp_path / "out"
+        for name in ("a/bad.jpg", "a/worse.jpg", "b/bad.jpg"):
+            (photos / name).write_bytes(b"not an image")
+        extract(model, photos / "a", out, size=32, root=photos)
+        assert listed(out) == [str(photos / "a" / name) for name in ("bad.jpg", "worse.jpg")]
+        summary = extract(model, photos / "b", out, size=32)
+        assert [name for name, _ in summary.failed] == [str(photos / "b/bad.jpg")]
+        assert listed(out) == [
+            str(photos / name) for name in ("a/bad.jpg", "a/worse.jpg", "b/bad.jpg")
+        ]
+        save_image(photos / "a/bad.jpg")
+        (photos / "a/worse.jpg").unlink()
+        extract(model, photos / "a", out, size=32)
+        assert listed(out) == [str(photos / "b/bad.jpg")]
+        save_image(photos / "b/bad.jpg")
+        assert extract(model, photos, out, size=32).failures_file is None
+        assert listed(out) == []
+
+    @pytest.mark.parametrize("on_error", ["skip", "raise"])
+    def test_the_list_is_true_after_a_stop(self, model, photos, tmp_path, on_error):
+        def stop(done, total):
+            if done == 2:
+                raise KeyboardInterrupt
+
+        out = tmp_path / "out"
+        for name in ("b/bad.jpg", "c/bad.jpg"):
+            save_image(photos / name)
+            (photos / name).write_bytes(b"not an image")
+        extract(model, [photos / "x.png", photos / "b"], out, size=32, root=photos)
+        assert listed(out) == [str(photos / "b/bad.jpg")]
+        (photos / "a/bad.jpg").write_bytes(b"not an image")
+        with pytest.raises((KeyboardInterrupt, ImageError)):
+            extract(model, photos, out, size=32, batch_size=1, progress=stop, on_error=on_error)
+        assert sorted(listed(out)) == [str(photos / name) for name in ("a/bad.jpg", "b/bad.jpg")]
+        extract(model, photos, out, size=32)
+        assert len(listed(out)) == 3
+        extract(model, photos / "x.png", out, size=32, overwrite=True)
+        assert listed(out) == []
 
     def test_raise_stops_at_the_first(self, model, photos, tmp_path):
         (photos / "bad.jpg").write_bytes(b"not an image")

@@ -152,13 +152,18 @@ def test_starting_over_takes_the_new_order(embed, odd, tmp_path):
     assert (out / "mine.txt").exists() and len(list((out / "shards").iterdir())) == report.shards
 
 
-def test_the_list_of_failures_of_0_1_gives_way(odd, weights, tmp_path):
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("version", ["0.1.0", "0.2.0"])
+def test_the_list_of_failures_of_0_1_gives_way(odd, weights, tmp_path, version, overwrite):
     model, out = veca.load(weights), tmp_path / "out"
     (odd / "bad.png").write_bytes(b"no image")
     extract(model, odd, out, size=(32, 32))
     (out / "failures.jsonl").rename(out / "failures.txt")  # its name in 0.1
-    assert len(extract(model, odd, out, size=(32, 32)).failed) == 1
-    assert (out / "failures.jsonl").exists() and not (out / "failures.txt").exists()
+    manifest = json.loads((out / "features.json").read_text())
+    (out / "features.json").write_text(json.dumps({**manifest, "veca": version}))
+    assert len(extract(model, odd, out, size=(32, 32), overwrite=overwrite).failed) == 1
+    assert (out / "failures.jsonl").exists()
+    assert (out / "failures.txt").exists() == (version == "0.2.0")  # then it is the user's own
 
 
 def test_the_old_name_of_the_batch_size(weights, odd, tmp_path, capsys):

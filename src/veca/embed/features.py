@@ -31,7 +31,7 @@ from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
 from veca.embed.pipeline import DTYPES, ModelRunner, batch_by_shape, compute_ahead, read_ahead
 from veca.embed.sources import Source, Sources, open_images, to_read
-from veca.embed.writers import CollectionWriter, Result, write_failures
+from veca.embed.writers import CollectionWriter, Result
 from veca.embed.writers.files import FORMATS, NamedImage
 from veca.embed.writers.folder import FolderWriter
 from veca.embed.writers.single_file import SingleFileWriter
@@ -60,7 +60,8 @@ class Summary:
     seconds: float
     out: Path
     failures_file: Path | None
-    """Where `failed` is written down, if there is any."""
+    """Where `failed` is written down, after what earlier runs could not read; None if there is
+    nothing to write."""
 
     @property
     def images_per_second(self) -> float:
@@ -127,6 +128,7 @@ def extract(
         place,
         settings,
         list(found),
+        precision=str(model.dtype).removeprefix("torch."),
         format=format,
         root=None if root is None else _absolute(root),
         overwrite=overwrite,
@@ -153,7 +155,13 @@ def extract(
         read, writer.items, workers=workers, ahead=workers + batch_size, nbytes=_nbytes
     )
     with evaluating(model), contextlib.closing(writer), contextlib.closing(reading):
-        ready = _sift(reading, writer, tally, strict=on_error == "raise")
+        ready = _sift(
+            reading,
+            writer,
+            tally,
+            lambda item: source.name(places[item.place]),
+            strict=on_error == "raise",
+        )
         results = compute_ahead(
             partial(_compute, compute, cores=settings["cores"]),
             batch_by_shape(ready, batch_size),
@@ -168,7 +176,7 @@ def extract(
         if tally.good:
             writer.finish()
 
-    failures_file = write_failures(writer.failures_path, writer.failed)
+    failures_file = writer.write_failures()
     if not tally.good:
         raise ImageError(
             f"none of {len(places)} images could be read; the first: "
@@ -213,6 +221,7 @@ def _open_writer(
     settings: dict[str, Any],
     paths: Sequence[Path],
     *,
+    precision: str,
     format: str | None,
     root: Path | None,
     overwrite: bool,
@@ -226,7 +235,8 @@ def _open_writer(
         return FolderWriter(
             out,
             fingerprint,
-            settings,
+            # Not in the fingerprint, which is 0.1's: the hash of the weights depends on it.
+            {**settings, "precision": precision},
             paths,
             format=format or FORMATS[0],
             root=root,
@@ -285,19 +295,24 @@ def _sift(
     readings: Iterable[_Reading],
     writer: CollectionWriter[NamedImage],
     tally: _Tally,
+    name_read: Callable[[NamedImage], str],
     *,
     strict: bool,
 ) -> Iterator[_Image]:
-    """The images that are there to be computed; the others are counted."""
+    """The images that are there to be computed; the others are counted.
+
+    A message begins with the name that was read, which may not be the path ("..").
+    """
     for item, reading in readings:
         if reading is None:
             tally.count(reused=1)
         elif isinstance(reading, Preprocessed):
             yield _Image(item, reading)
-        elif strict:
-            raise reading
         else:
-            writer.fail(item, str(reading).removeprefix(f"{item.path}: "))
+            reason = str(reading).removeprefix(f"{name_read(item)}: ")
+            writer.fail(item, reason.removeprefix(f"{item.path}: "))
+            if strict:
+                raise reading
             tally.count(failed=1)
 
 

@@ -71,16 +71,32 @@ def images_for(folder: Path, sources: Sources, *, overwrite: bool = False) -> Im
     A folder of 0.1 does not say how: then links to folders were followed, and images that a run
     adds came in the order of their paths.
     """
-    goes_on = (folder / MANIFEST).exists() and not overwrite
+    goes_on = not overwrite and (folder / MANIFEST).exists() and not _is_emptied(folder)
     return open_images(sources, natural=not goes_on or "order" in read_manifest(folder)[1])
 
 
 def _remove_embeddings(folder: Path) -> None:
-    """Remove what earlier runs wrote to a folder of embeddings, and nothing else."""
-    ours = ("shards/part-*.parquet", f"{PLAN}/[0-9]*.npz", "index-*.usearch", FAILURES, MANIFEST)
+    """Remove what earlier runs wrote to a folder of embeddings, and nothing else.
+
+    In an order that can be stopped anywhere: what is left is a folder that earlier runs have begun
+    (shards go before the plan, the plan's last part first), or an emptied one. The manifest stays
+    until the new one replaces it.
+    """
+    ours = ("index-*.usearch", FAILURES, f"{SHARDS}/part-*.parquet", f"{PLAN}/[0-9]*.npz")
     with output_errors(folder):
-        for path in [path for pattern in ours for path in sorted(folder.glob(pattern))]:
+        for path in [p for pattern in ours for p in sorted(folder.glob(pattern), reverse=True)]:
             path.unlink()
+
+
+def _is_emptied(folder: Path) -> bool:
+    """Whether there is neither a plan nor a shard: a run was stopped in its first moment."""
+    ours = itertools.chain((folder / PLAN).glob("[0-9]*.npz"), _visible(folder / SHARDS))
+    return next(ours, None) is None
+
+
+def _visible(folder: Path) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        yield from (path for path in folder.iterdir() if not path.name.startswith("."))
 
 
 def open_plan(
@@ -114,12 +130,8 @@ def open_plan(
             f"{folder} holds embeddings of another source: none of its {len(known)} images, such "
             f"as {parts[0][0]}, is among the {len(names)} given; choose another folder."
         )
-    if len(new):
-        added = names if len(new) == len(names) else names.pick(new.tolist())
-        _save_part(folder / PLAN / f"{len(parts):06d}.npz", added)
-        parts.append(added)
     if fresh:
-        # Last: a folder with a manifest has a plan.
+        # Before the plan: if a run is killed in between, the folder counts as emptied.
         content = {
             "layout": LAYOUT,
             "settings": settings.to_dict(),
@@ -128,13 +140,20 @@ def open_plan(
             "veca": __version__,
         }
         atomic_write_json(folder / MANIFEST, content)
+    if len(new):
+        added = names if len(new) == len(names) else names.pick(new.tolist())
+        _save_part(folder / PLAN / f"{len(parts):06d}.npz", added)
+        parts.append(added)
     return Plan(parts, _places(parts, keys), settings.shard_rows), len(new)
 
 
 def _check_folder(folder: Path, settings: Settings) -> bool:
     """Whether the folder is new; refuse one that is something else, or has other settings."""
     if (folder / MANIFEST).exists():
-        differences = settings.differences(read_manifest(folder)[0])
+        there, _ = read_manifest(folder)
+        if _is_emptied(folder):
+            return True
+        differences = settings.differences(there)
         if differences:
             raise InputError(
                 f"{folder} holds embeddings made with other settings ({'; '.join(differences)}); "
@@ -142,8 +161,10 @@ def _check_folder(folder: Path, settings: Settings) -> bool:
             )
         return False
     with output_errors(folder / MANIFEST):
-        found = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
-    foreign = [name for name in found if name != PLAN]  # a plan alone: stopped in its first moment
+        found = sorted(path.name for path in _visible(folder))
+        # A plan alone, or with no shards beside it: stopped in its first moment.
+        ours = {PLAN} if any(_visible(folder / SHARDS)) else {PLAN, SHARDS}
+    foreign = [name for name in found if name not in ours]
     if foreign:
         raise OutputError(
             f"{folder} holds other things ({', '.join(foreign[:3])}) and no embeddings; choose a "

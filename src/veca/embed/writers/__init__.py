@@ -52,16 +52,20 @@ class CollectionWriter(Writer[Item], Protocol):
 
 
 class BackgroundWrites:
-    """Writes in threads of its own while the next batch is computed."""
+    """Writes in threads of its own while the next batch is computed.
+
+    After the first failure nothing more is begun: it may build on what could not be written.
+    """
 
     def __init__(self, threads: int, *, most: int) -> None:
         self._pool = ThreadPoolExecutor(threads, "veca-write")
         self._waiting: deque[Future[None]] = deque()
         self._most = most
+        self._failure: BaseException | None = None
 
     def submit(self, write: Callable[..., None], *arguments: Any) -> None:
         """Returns at once, unless more than `most` wait: they are held in memory."""
-        self._waiting.append(self._pool.submit(write, *arguments))
+        self._waiting.append(self._pool.submit(self._write, write, *arguments))
         while len(self._waiting) > self._most:
             self._waiting.popleft().result()
 
@@ -69,10 +73,24 @@ class BackgroundWrites:
         """Wait for all; the first error is raised."""
         while self._waiting:
             self._waiting.popleft().result()
+        self._raise_failure()
 
     def close(self) -> None:
         """Wait for what was submitted, whatever became of it."""
         self._pool.shutdown()
+
+    def _write(self, write: Callable[..., None], *arguments: Any) -> None:
+        self._raise_failure()
+        try:
+            write(*arguments)
+        except BaseException as error:
+            if self._failure is None:
+                self._failure = error
+            raise
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
 def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None:
@@ -85,3 +103,12 @@ def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None
     if not path.exists() or path.read_text("utf-8") != text:
         atomic_write_text(path, text)
     return path
+
+
+def read_failures(path: Path) -> dict[str, str]:
+    """What `write_failures` wrote: path and reason, as they are printed. None, or no list: {}."""
+    try:
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        return {str(line["path"]): str(line["reason"]) for line in lines}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}

@@ -5,15 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from veca._util.files import atomic_write_json, folder_to_fill, output_errors
+from veca._util.files import atomic_write_json, folder_to_fill, output_errors, printable
 from veca.embed.sources import state_of
-from veca.embed.writers import FAILURES, BackgroundWrites, Result
+from veca.embed.writers import (
+    FAILURES,
+    BackgroundWrites,
+    Result,
+    read_failures,
+    write_failures,
+)
 from veca.embed.writers.files import (
     FORMATS,
     NamedImage,
@@ -35,7 +42,8 @@ class FolderWriter:
     `features.json` holds the settings of all files in the folder. Each file holds their
     fingerprint as well, so that a stray or damaged file is never taken for a result, and the size
     and time of its image, so that a replaced image is known. A run that writes no features leaves
-    nothing.
+    nothing. `failures.jsonl` is about all runs: images that a run does not come to stay listed, as
+    long as they are there.
     """
 
     def __init__(
@@ -56,15 +64,17 @@ class FolderWriter:
             )
         manifest = _read_manifest(out)
         if manifest and overwrite:
-            _remove_features(out, manifest["fingerprint"])
+            _remove_features(out, manifest)
             manifest = None
+        self._is_of_0_1 = manifest is not None and _is_of_0_1(manifest)
         root = root or (Path(manifest["root"]) if manifest else common_root(paths))
         here = {**settings, "format": format, "root": str(root)}
         if manifest:
             _refuse_other_settings(out, manifest, here)
         self.items = name_images(paths, root)
         self.failed: list[tuple[str, str]] = []
-        self.failures_path = out / FAILURES
+        listed = {} if overwrite else read_failures(out / FAILURES)
+        self._listed = {path: why for path, why in listed.items() if _is_there(Path(path))}
         self._is_new, self._has_files = not manifest, False
         self._out, self._format, self._fingerprint = out, format, fingerprint
         self._folders: set[Path] = set()
@@ -81,15 +91,18 @@ class FolderWriter:
     def has(self, item: NamedImage) -> bool:
         try:
             stat = state_of(item.path)
+        except FileNotFoundError:  # the source has names of its own, or reading it will say so
+            stat = None
         except OSError:  # reading it will say what is wrong
             return False
         if self._is_made(item, stat):
-            self._has_files = True
+            self._note_file(item)
             return True
-        self._stats[item.place] = stat
+        if stat is not None:
+            self._stats[item.place] = stat
         return False
 
-    def _is_made(self, item: NamedImage, stat: tuple[int, int]) -> bool:
+    def _is_made(self, item: NamedImage, stat: tuple[int, int] | None) -> bool:
         path = self._path_of(item)
         try:
             written = path.stat().st_mtime_ns
@@ -99,8 +112,10 @@ class FolderWriter:
         origin = origin_of(path)
         if origin is None or origin.settings != self._fingerprint:
             return False
+        if stat is None or origin.image_stat is not None:
+            return origin.image_stat == stat
         # A file of an earlier version does not say which image it is of: it must not be older.
-        return written >= stat[1] if origin.image_stat is None else origin.image_stat == stat
+        return written >= stat[1]
 
     def _refuse_long_name(self, item: NamedImage) -> None:
         path = self._path_of(item)
@@ -125,16 +140,23 @@ class FolderWriter:
 
     def fail(self, item: NamedImage, reason: str) -> None:
         self.failed.append((str(item.path), reason))
+        self._listed.pop(printable(str(item.path)), None)
+
+    def write_failures(self) -> Path | None:
+        return write_failures(self._out / FAILURES, [*self._listed.items(), *self.failed])
 
     def finish(self) -> None:
         self._writes.finish()
-        if not self._is_new:
+        if self._is_of_0_1:
             (self._out / _OLD_FAILURES).unlink(missing_ok=True)
 
     def close(self) -> None:
         self._writes.close()
         if self._is_new and not self._has_files and not _features_in(self._out):
             (self._out / MANIFEST).unlink(missing_ok=True)
+        elif (self._out / MANIFEST).exists():  # also of a run that was stopped
+            with contextlib.suppress(OutputError, OSError):  # not in place of what stopped it
+                self.write_failures()
         self._stack.close()
 
     def _path_of(self, item: NamedImage) -> Path:
@@ -148,7 +170,11 @@ class FolderWriter:
         if stat is not None:
             arrays["image_stat"] = np.array(stat, dtype=np.int64)
         write_features(self._path_of(result.item), arrays, text)
+        self._note_file(result.item)
+
+    def _note_file(self, item: NamedImage) -> None:
         self._has_files = True
+        self._listed.pop(printable(str(item.path)), None)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -165,6 +191,11 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _refuse_other_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    if "precision" not in there:  # of 0.1: that of the weights, if they are these
+        same = there.get("weights") == here["weights"]
+        there = {**there, "precision": here["precision"] if same else "float32"}
+    if there["precision"] != here["precision"]:
+        there = {**there, "weights": here["weights"]}  # whose hash has to differ then
     other = [
         name if isinstance(here[name], dict) else _difference(name, there.get(name), here[name])
         for name in here
@@ -183,16 +214,29 @@ def _difference(name: str, there: object, here: object) -> str:
     return f"{name}: {json.dumps(there)} there, {json.dumps(here)} now"
 
 
+def _is_there(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        state_of(path)
+        return True
+    return os.path.lexists(path)  # a link that leads nowhere
+
+
 def _features_in(folder: Path) -> bool:
     """Whether there are files of features in a folder, perhaps of a run beside this one."""
     paths = (path for format in FORMATS for path in folder.rglob(f"*.{format}"))
     return any(origin_of(path) is not None for path in paths)
 
 
-def _remove_features(folder: Path, fingerprint: str) -> None:
+def _is_of_0_1(manifest: dict[str, Any]) -> bool:
+    return str(manifest.get("veca")).startswith("0.1.")
+
+
+def _remove_features(folder: Path, manifest: dict[str, Any]) -> None:
     """Remove the files made with these settings, known by what they hold, and nothing else."""
     for format in FORMATS:
         for path in folder.rglob(f"*.{format}"):
             origin = origin_of(path)
-            if origin is not None and origin.settings == fingerprint:
+            if origin is not None and origin.settings == manifest["fingerprint"]:
                 path.unlink()
+    for name in (FAILURES, *([_OLD_FAILURES] if _is_of_0_1(manifest) else [])):
+        (folder / name).unlink(missing_ok=True)

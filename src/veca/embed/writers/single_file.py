@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from veca._util.files import temporary_beside
-from veca.embed.writers import FAILURES, Result
+from veca.embed.writers import FAILURES, Result, write_failures
 from veca.embed.writers.files import NamedImage, common_root, name_images, write_features
 from veca.errors import InputError, OutputError
 
@@ -30,7 +30,6 @@ class SingleFileWriter:
         with temporary_beside(out):  # a place that takes no files is told now, not at the end
             pass
         self.items = name_images(paths, root or common_root(paths))
-        self.failures_path = out.with_name(f"{out.name}.{FAILURES}")
         self._out, self._fingerprint = out, fingerprint
         self.failed: list[tuple[str, str]] = []
         self._done: list[Result[NamedImage]] = []
@@ -40,6 +39,9 @@ class SingleFileWriter:
 
     def fail(self, item: NamedImage, reason: str) -> None:
         self.failed.append((str(item.path), reason))
+
+    def write_failures(self) -> Path | None:
+        return write_failures(self._out.with_name(f"{self._out.name}.{FAILURES}"), self.failed)
 
     def add(self, results: Sequence[Result[NamedImage]]) -> None:
         self._done += results
