@@ -110,6 +110,23 @@ def test_what_is_missing_is_an_error_of_either_kind(tmp_path):
                 open_images(sources)
 
 
+def found_in(sources: object, root: Path, *, natural: bool = True) -> list[str]:
+    source = open_images(sources, natural=natural)
+    return [Path(source.name(i)).relative_to(root).as_posix() for i in range(len(source))]
+
+
+def test_images_win_over_shards_in_patterns_as_in_folders(odd, tmp_path):
+    pack(odd / "b", tmp_path / "packed", size=32, workers=0)
+    (shard,) = (tmp_path / "packed").rglob("*.tar")
+    mixed = make_folder(tmp_path / "mixed", 2) / "0"
+    shutil.copy(shard, mixed / "a.tar")
+    for source in (mixed, f"{mixed}/*"):
+        assert found_in(source, mixed) == ["000.png"]
+        assert open_images(source).passed_over == {".tar": 1}
+    # Training takes the shards of a pattern, as in 0.1.
+    assert len(found_in(f"{mixed}/*", mixed, natural=False)) == 3
+
+
 # ------------------------------------------------------------------------------------- from 0.1
 
 

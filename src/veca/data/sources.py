@@ -157,8 +157,9 @@ def open_source(
         cache_dir: where the indexes of folders and shards are kept; default $VECA_CACHE, or
             ~/.cache/veca. Nothing is ever written beside the images.
         natural: the order and the links of `veca.images.find_images`: img2.png before img10.png,
-            links to folders passed over, and a file that is named is an image, whatever its suffix.
-            Else the order of the paths, links to folders followed: what training draws from.
+            links to folders passed over, a file that is named is an image, whatever its suffix, and
+            a pattern that matches images and shards means the images, as a folder does. Else the
+            order of the paths, links to folders followed: what training draws from.
 
     Raises:
         DataError: nothing is there, it holds no images, or it cannot be read.
@@ -211,9 +212,9 @@ def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
     if expanded is None:
         raise DataError(f"{name}: no such file or folder; check the path.")
     shards = [Path(found) for found in expanded if found.lower().endswith(SHARD)]
-    if shards:
-        return ShardSource(shards, cache=cache)
     images = [found for found in expanded if _is_image(found)]
+    if shards and not (natural and images):
+        return ShardSource(shards, cache=cache)
     if images:
         source = _listed(images, Path(), name)
         suffixes = (Path(found).suffix.lower() for found in expanded if not _is_image(found))
