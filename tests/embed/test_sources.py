@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import json
 import os
@@ -125,6 +126,34 @@ def test_images_win_over_shards_in_patterns_as_in_folders(odd, tmp_path):
         assert open_images(source).passed_over == {".tar": 1}
     # Training takes the shards of a pattern, as in 0.1.
     assert len(found_in(f"{mixed}/*", mixed, natural=False)) == 3
+
+
+def test_a_wildcard_meets_no_link_to_a_folder(odd, tmp_path):
+    (odd / "loop2").symlink_to(odd)  # with "loop" a tree without end
+    (odd / "b" / "linked").symlink_to(tmp_path / "elsewhere" / "0")
+    plain = [path.relative_to(odd).as_posix() for path in find_images(odd)]
+    for pattern in ("**", "**/*", "**/*.[pP][nN][gG]", "**/**/*"):
+        assert found_in(f"{odd}/{pattern}", odd) == plain
+    assert found_in(f"{odd}/*/2.png", odd) == ["b/2.png"]
+    with pytest.raises(DataError, match="pattern"):
+        open_images(f"{odd}/link*/**/*.png")
+    # Who names a link means it, before a wildcard or after one.
+    assert found_in(f"{odd}/linked/**/*.png", odd) == ["linked/0/000.png", "linked/1/001.png"]
+    assert found_in(f"{odd}/*/linked/*.png", odd) == ["b/linked/000.png"]
+
+
+def test_patterns_match_as_everywhere(odd, monkeypatch):
+    (odd / "linked").unlink()
+    (odd / "loop").unlink()
+    (odd / "b" / "[1]").mkdir()
+    shutil.copy(odd / "img2.png", odd / "b" / "[1]" / "3.png")
+    monkeypatch.chdir(odd)
+    for pattern in ("*.png", "**/*.png", "b/**/*.png", "*/*/*.png", "b/[[]1]/*", "./b/../*/2.png",
+                    ".hid/*", ".*/*.png", "**/1.png", "b/**/c/?.png", "**.png"):  # fmt: skip
+        expected = {Path(m).absolute() for m in glob.glob(pattern, recursive=True)}  # noqa: PTH207
+        for one in (pattern, f"{odd}/{pattern}"):
+            source = open_images(one)
+            assert {Path(source.name(i)) for i in range(len(source))} == expected
 
 
 # ------------------------------------------------------------------------------------- from 0.1

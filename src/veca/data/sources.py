@@ -287,13 +287,41 @@ def _expand(pattern: str, natural: bool) -> list[str] | None:
     found: list[str] = []
     for name in names:
         if _has_wildcard(name):
-            matches = glob.glob(name, recursive=True)  # noqa: PTH207
             if natural:
-                matches = [match for match in matches if not Path(match).is_dir()]
-            found += sorted(matches, key=natural_key if natural else None)
+                found += sorted(_match(name), key=natural_key)
+            else:
+                found += sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         else:
             found.append(name)
     return list(dict.fromkeys(found))
+
+
+def _match(pattern: str) -> list[str]:
+    """Files that match; through no link to a folder, unless the pattern has its name."""
+    *parts, last = Path(pattern).parts
+    if last == "**":
+        parts, last = [*parts, last], "*"
+    folders = [""]
+    for part in parts:
+        folders = [folder for above in folders for folder in _match_folders(above, part)]
+    matches = (match for folder in folders for match in _match_names(folder, last))
+    return [str(Path(match)) for match in matches if not Path(match).is_dir()]
+
+
+def _match_folders(above: str, part: str) -> list[str]:
+    if part == "**":
+        found = []
+        for folder, below, _ in os.walk(above or os.curdir):
+            below[:] = [name for name in below if not name.startswith(".")]
+            found.append(folder)
+        return found
+    if not _has_wildcard(part):
+        return [os.path.join(above, part)]  # noqa: PTH118
+    return [found for found in _match_names(above, part) if not Path(found).is_symlink()]
+
+
+def _match_names(folder: str, part: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), part))  # noqa: PTH118, PTH207
 
 
 def _has_wildcard(name: str) -> bool:
