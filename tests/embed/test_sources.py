@@ -21,7 +21,7 @@ from veca.data import open_source, pack
 from veca.embed import embed as embed_images
 from veca.embed import extract, read_embeddings, read_features
 from veca.embed.sources import open_images
-from veca.errors import DataError, ImageError
+from veca.errors import DataError, ImageError, SourceError
 from veca.images import find_images
 
 pytest.importorskip("pyarrow")
@@ -46,9 +46,13 @@ def odd(tmp_path: Path) -> Path:
     return folder
 
 
-def seen_by(command: str, weights: Path, out: Path, *sources: object) -> list[str]:
+def run(command: str, weights: Path, out: Path, *sources: object) -> None:
     common = ["--weights", weights, "--size", "32x32", "--device", "cpu", "--threads", 1]
     assert main([str(a) for a in (command, *sources, "--out", out, *common)]) == 0
+
+
+def seen_by(command: str, weights: Path, out: Path, *sources: object) -> list[str]:
+    run(command, weights, out, *sources)
     return read_embeddings(out)[0] if command == "embed" else read_features(out)["images"]
 
 
@@ -154,6 +158,66 @@ def test_patterns_match_as_everywhere(odd, monkeypatch):
         for one in (pattern, f"{odd}/{pattern}"):
             source = open_images(one)
             assert {Path(source.name(i)) for i in range(len(source))} == expected
+
+
+def test_a_folder_called_like_an_image_is_a_folder(odd, tmp_path):
+    make_folder(odd / "album.jpg", 2)
+    album = ["album.jpg/0/000.png", "album.jpg/1/001.png"]
+    assert found_in([odd / "album.jpg", odd / "img2.png"], odd) == [*album, "img2.png"]
+    assert found_in([odd / "img2.png", odd / "album.jpg"], odd) == ["img2.png", *album]
+
+
+@pytest.mark.parametrize("natural", [True, False])
+def test_the_home_folder_in_lists_of_files(natural, odd, monkeypatch):
+    monkeypatch.setenv("HOME", str(odd))
+    monkeypatch.setenv("USERPROFILE", str(odd))
+    names = ["~/img10.png", "~/img2.png"]
+    assert found_in(names, odd, natural=natural) == ["img10.png", "img2.png"]
+    assert found_in(names[:1], odd, natural=natural) == ["img10.png"]
+    assert found_in([*names, "~/b"], odd, natural=natural)[:3] == ["img10.png", "img2.png", *(
+        ["b/2.png"] if natural else ["b/10.png"])]  # fmt: skip
+    assert open_source(names[0], natural=natural).read(0) == (odd / "img10.png").read_bytes()
+
+
+def failures(out: Path) -> list[str]:
+    lines = (out / "failures.jsonl").read_text().splitlines()
+    return [json.loads(line)["path"] for line in lines]
+
+
+@pytest.mark.parametrize("beside", ["file", "folder", "pattern", "list", "shard", "another kind"])
+def test_a_missing_file_is_a_failure_beside_others(beside, odd, weights, tmp_path):
+    (tmp_path / "list.txt").write_text("odd/img10.png\n")
+    shutil.copy(odd / "img2.png", tmp_path / "photo.dat")
+    if beside == "shard":
+        pack(odd / "b", tmp_path / "packed", size=32, workers=0)
+    source = {
+        "file": odd / "img2.png",
+        "folder": odd / "b",
+        "pattern": odd / "img*.png",
+        "list": tmp_path / "list.txt",
+        "shard": tmp_path / "packed",
+        "another kind": tmp_path / "photo.dat",
+    }[beside]
+    none = tmp_path / "none.png"
+    for i, sources in enumerate([(none, source), (source, none)]):
+        for command in ("embed", "features"):
+            run(command, weights, tmp_path / f"{command}{i}", *sources)
+            assert failures(tmp_path / f"{command}{i}") == [str(none)]
+
+
+def test_one_file_of_many_is_found(odd):
+    names = [odd / f"none{i}.png" for i in range(100)]
+    names[41] = odd / "img2.png"
+    assert len(open_images(names)) == 100
+
+
+def test_nothing_but_missing_files_is_an_error(odd, tmp_path):
+    (tmp_path / "empty").mkdir()
+    none = tmp_path / "none.png"
+    for sources in ([none], [none, tmp_path / "none2.png"], [none, tmp_path / "empty"],
+                    [odd, tmp_path / "nowhere"], [odd, "https://example.org/a.png"]):  # fmt: skip
+        with pytest.raises(SourceError):
+            open_images(sources)
 
 
 # ------------------------------------------------------------------------------------- from 0.1
