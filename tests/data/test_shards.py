@@ -7,6 +7,9 @@ import io
 import os
 import pickle
 import tarfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,3 +146,68 @@ def test_few_shards_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     before = len(list(Path("/proc/self/fd").iterdir()))
     assert [source.read(i) for i in range(6)] == [b"%d" % i for i in range(6)]
     assert len(list(Path("/proc/self/fd").iterdir())) - before == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "pread"), reason="files are kept open where there is pread")
+def test_threads_that_miss_the_same_shard_open_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_source(write_tar(tmp_path / "a.tar", {f"{i}.jpg": b"%d" % i for i in range(4)}))
+    opened, real = [], os.open
+
+    def slow(*args: object) -> int:
+        time.sleep(0.05)  # time for the other threads to miss it, too
+        opened.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(shards_module.os, "open", slow)
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(source.read, range(4))) == [b"0", b"1", b"2", b"3"]
+    assert len(opened) == len(source._files) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "pread"), reason="files are kept open where there is pread")
+def test_no_thread_closes_the_shard_that_another_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards_module, "_OPEN_FILES", 1)
+    for i in range(3):
+        write_tar(tmp_path / f"{i}.tar", {"0.jpg": b"%d" % i})
+    source, real = open_source(tmp_path), os.pread
+
+    def slow(*args: int) -> bytes:
+        time.sleep(0.01)  # time for another thread to open its shard in place of this one
+        return real(*args)
+
+    monkeypatch.setattr(shards_module.os, "pread", slow)
+    with ThreadPoolExecutor(3) as threads:
+        read = list(threads.map(source.read, [0, 1, 2] * 10))
+    assert read == [b"0", b"1", b"2"] * 10
+    assert len(source._files) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_in_the_middle_of_a_read_does_not_lock_the_child(tmp_path: Path) -> None:
+    source = open_source(write_tar(tmp_path / "a.tar", {"0.jpg": b"0"}))
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with shards_module._files_lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    child = os.fork()
+    if child == 0:
+        reading = threading.Thread(target=source.read, args=(0,), daemon=True)
+        reading.start()
+        reading.join(10)
+        os._exit(1 if reading.is_alive() or len(source._files) != 1 else 0)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert source.read(0) == b"0"

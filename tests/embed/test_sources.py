@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ from veca.data import open_source, pack
 from veca.embed import embed as embed_images
 from veca.embed import extract, read_embeddings, read_features
 from veca.embed.sources import open_images
-from veca.errors import DataError, ImageError
+from veca.errors import DataError, ImageError, SourceError
 from veca.images import find_images
 
 pytest.importorskip("pyarrow")
@@ -45,9 +46,13 @@ def odd(tmp_path: Path) -> Path:
     return folder
 
 
-def seen_by(command: str, weights: Path, out: Path, *sources: object) -> list[str]:
+def run(command: str, weights: Path, out: Path, *sources: object) -> None:
     common = ["--weights", weights, "--size", "32x32", "--device", "cpu", "--threads", 1]
     assert main([str(a) for a in (command, *sources, "--out", out, *common)]) == 0
+
+
+def seen_by(command: str, weights: Path, out: Path, *sources: object) -> list[str]:
+    run(command, weights, out, *sources)
     return read_embeddings(out)[0] if command == "embed" else read_features(out)["images"]
 
 
@@ -108,6 +113,111 @@ def test_what_is_missing_is_an_error_of_either_kind(tmp_path):
         for kind in (DataError, ImageError):
             with pytest.raises(kind, match=noun):
                 open_images(sources)
+
+
+def found_in(sources: object, root: Path, *, natural: bool = True) -> list[str]:
+    source = open_images(sources, natural=natural)
+    return [Path(source.name(i)).relative_to(root).as_posix() for i in range(len(source))]
+
+
+def test_images_win_over_shards_in_patterns_as_in_folders(odd, tmp_path):
+    pack(odd / "b", tmp_path / "packed", size=32, workers=0)
+    (shard,) = (tmp_path / "packed").rglob("*.tar")
+    mixed = make_folder(tmp_path / "mixed", 2) / "0"
+    shutil.copy(shard, mixed / "a.tar")
+    for source in (mixed, f"{mixed}/*"):
+        assert found_in(source, mixed) == ["000.png"]
+        assert open_images(source).passed_over == {".tar": 1}
+    # Training takes the shards of a pattern, as in 0.1.
+    assert len(found_in(f"{mixed}/*", mixed, natural=False)) == 3
+
+
+def test_a_wildcard_meets_no_link_to_a_folder(odd, tmp_path):
+    (odd / "loop2").symlink_to(odd)  # with "loop" a tree without end
+    (odd / "b" / "linked").symlink_to(tmp_path / "elsewhere" / "0")
+    plain = [path.relative_to(odd).as_posix() for path in find_images(odd)]
+    for pattern in ("**", "**/*", "**/*.[pP][nN][gG]", "**/**/*"):
+        assert found_in(f"{odd}/{pattern}", odd) == plain
+    assert found_in(f"{odd}/*/2.png", odd) == ["b/2.png"]
+    with pytest.raises(DataError, match="pattern"):
+        open_images(f"{odd}/link*/**/*.png")
+    # Who names a link means it, before a wildcard or after one.
+    assert found_in(f"{odd}/linked/**/*.png", odd) == ["linked/0/000.png", "linked/1/001.png"]
+    assert found_in(f"{odd}/*/linked/*.png", odd) == ["b/linked/000.png"]
+
+
+def test_patterns_match_as_everywhere(odd, monkeypatch):
+    (odd / "linked").unlink()
+    (odd / "loop").unlink()
+    (odd / "b" / "[1]").mkdir()
+    shutil.copy(odd / "img2.png", odd / "b" / "[1]" / "3.png")
+    monkeypatch.chdir(odd)
+    for pattern in ("*.png", "**/*.png", "b/**/*.png", "*/*/*.png", "b/[[]1]/*", "./b/../*/2.png",
+                    ".hid/*", ".*/*.png", "**/1.png", "b/**/c/?.png", "**.png"):  # fmt: skip
+        expected = {Path(m).absolute() for m in glob.glob(pattern, recursive=True)}  # noqa: PTH207
+        for one in (pattern, f"{odd}/{pattern}"):
+            source = open_images(one)
+            assert {Path(source.name(i)) for i in range(len(source))} == expected
+
+
+def test_a_folder_called_like_an_image_is_a_folder(odd, tmp_path):
+    make_folder(odd / "album.jpg", 2)
+    album = ["album.jpg/0/000.png", "album.jpg/1/001.png"]
+    assert found_in([odd / "album.jpg", odd / "img2.png"], odd) == [*album, "img2.png"]
+    assert found_in([odd / "img2.png", odd / "album.jpg"], odd) == ["img2.png", *album]
+
+
+@pytest.mark.parametrize("natural", [True, False])
+def test_the_home_folder_in_lists_of_files(natural, odd, monkeypatch):
+    monkeypatch.setenv("HOME", str(odd))
+    monkeypatch.setenv("USERPROFILE", str(odd))
+    names = ["~/img10.png", "~/img2.png"]
+    assert found_in(names, odd, natural=natural) == ["img10.png", "img2.png"]
+    assert found_in(names[:1], odd, natural=natural) == ["img10.png"]
+    assert found_in([*names, "~/b"], odd, natural=natural)[:3] == ["img10.png", "img2.png", *(
+        ["b/2.png"] if natural else ["b/10.png"])]  # fmt: skip
+    assert open_source(names[0], natural=natural).read(0) == (odd / "img10.png").read_bytes()
+
+
+def failures(out: Path) -> list[str]:
+    lines = (out / "failures.jsonl").read_text().splitlines()
+    return [json.loads(line)["path"] for line in lines]
+
+
+@pytest.mark.parametrize("beside", ["file", "folder", "pattern", "list", "shard", "another kind"])
+def test_a_missing_file_is_a_failure_beside_others(beside, odd, weights, tmp_path):
+    (tmp_path / "list.txt").write_text("odd/img10.png\n")
+    shutil.copy(odd / "img2.png", tmp_path / "photo.dat")
+    if beside == "shard":
+        pack(odd / "b", tmp_path / "packed", size=32, workers=0)
+    source = {
+        "file": odd / "img2.png",
+        "folder": odd / "b",
+        "pattern": odd / "img*.png",
+        "list": tmp_path / "list.txt",
+        "shard": tmp_path / "packed",
+        "another kind": tmp_path / "photo.dat",
+    }[beside]
+    none = tmp_path / "none.png"
+    for i, sources in enumerate([(none, source), (source, none)]):
+        for command in ("embed", "features"):
+            run(command, weights, tmp_path / f"{command}{i}", *sources)
+            assert failures(tmp_path / f"{command}{i}") == [str(none)]
+
+
+def test_one_file_of_many_is_found(odd):
+    names = [odd / f"none{i}.png" for i in range(100)]
+    names[41] = odd / "img2.png"
+    assert len(open_images(names)) == 100
+
+
+def test_nothing_but_missing_files_is_an_error(odd, tmp_path):
+    (tmp_path / "empty").mkdir()
+    none = tmp_path / "none.png"
+    for sources in ([none], [none, tmp_path / "none2.png"], [none, tmp_path / "empty"],
+                    [odd, tmp_path / "nowhere"], [odd, "https://example.org/a.png"]):  # fmt: skip
+        with pytest.raises(SourceError):
+            open_images(sources)
 
 
 # ------------------------------------------------------------------------------------- from 0.1

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import tarfile
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -27,6 +28,17 @@ from veca.images import EXTENSIONS
 
 _OPEN_FILES = 64
 _BLOCK = 512
+_files_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: another thread of the parent may have held the lock, and is not here."""
+    global _files_lock
+    _files_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class ShardIndex(NamedTuple):
@@ -91,14 +103,23 @@ class ShardSource:
             with self.shards[shard].open("rb") as file:
                 file.seek(offset)
                 return file.read(size)
-        if self._process != os.getpid():  # a forked worker shares the files, but not their closing
-            self._files, self._process = OrderedDict(), os.getpid()
-        if shard not in self._files:
-            while len(self._files) >= _OPEN_FILES:
-                os.close(self._files.popitem(last=False)[1])
-            self._files[shard] = os.open(self.shards[shard], os.O_RDONLY)
-        self._files.move_to_end(shard)
-        return os.pread(self._files[shard], size, offset)
+        handle = self._own_handle(shard)
+        try:
+            return os.pread(handle, size, offset)
+        finally:
+            os.close(handle)
+
+    def _own_handle(self, shard: int) -> int:
+        """A handle for the caller to close: another thread may close the kept one at any time."""
+        with _files_lock:
+            if self._process != os.getpid():  # a forked worker shares the files, not their closing
+                self._files, self._process = OrderedDict(), os.getpid()
+            if shard not in self._files:
+                while len(self._files) >= _OPEN_FILES:
+                    os.close(self._files.popitem(last=False)[1])
+                self._files[shard] = os.open(self.shards[shard], os.O_RDONLY)
+            self._files.move_to_end(shard)
+            return os.dup(self._files[shard])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_files": OrderedDict(), "_process": -1}

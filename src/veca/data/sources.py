@@ -22,6 +22,7 @@ from veca.images.find import natural_key
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _MOST_BRACES = 1_000_000
+_LOOKED_AT = 16
 
 
 @runtime_checkable
@@ -157,8 +158,9 @@ def open_source(
         cache_dir: where the indexes of folders and shards are kept; default $VECA_CACHE, or
             ~/.cache/veca. Nothing is ever written beside the images.
         natural: the order and the links of `veca.images.find_images`: img2.png before img10.png,
-            links to folders passed over, and a file that is named is an image, whatever its suffix.
-            Else the order of the paths, links to folders followed: what training draws from.
+            links to folders passed over, a file that is named is an image, whatever its suffix, and
+            a pattern that matches images and shards means the images, as a folder does. Else the
+            order of the paths, links to folders followed: what training draws from.
 
     Raises:
         DataError: nothing is there, it holds no images, or it cannot be read.
@@ -169,17 +171,43 @@ def open_source(
     if isinstance(spec, Sequence):
         if not spec:
             raise DataError("no images given; expected a folder, a list of files or tar shards.")
-        names = [os.fspath(part) for part in spec if isinstance(part, (str, os.PathLike))]
-        if len(names) == len(spec) and all(_is_file_name(name) for name in names):
-            return _listed(names, Path(), "the list")  # not one source a file
-        parts = [open_source(part, cache_dir=cache, natural=natural) for part in spec]
-        return parts[0] if len(parts) == 1 else JoinedSource(parts)
+        return _open_several(spec, cache, natural)
     if isinstance(spec, ImageSource):
         return spec
     raise DataError(
         f"cannot read images from {type(spec).__name__}; expected a folder, a .txt list, .tar "
         f"shards, a pattern, or a sequence of these."
     )
+
+
+def _open_several(spec: Sequence[Spec], cache: Path | None, natural: bool) -> ImageSource:
+    """One after the other.
+
+    A file that is named and missing is no error as long as there is any image beside it: reading
+    it will report it. (Training allows it only among files.) All else that is missing is an error.
+    """
+    files = [_file_name(part, natural) for part in spec]
+    names = [name for name in files if name is not None]
+    if len(names) == len(files):  # not one source a file
+        return _listed(names, Path(), "the list", look_at=len(names) if natural else _LOOKED_AT)
+    parts = [
+        open_source(part, cache_dir=cache, natural=natural)
+        if name is None or not natural
+        else ListSource([name])
+        for part, name in zip(spec, files, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else JoinedSource(parts)
+
+
+def _file_name(spec: Spec, natural: bool) -> str | None:
+    """The path of an image, be it there or not; None for everything else."""
+    if not isinstance(spec, (str, os.PathLike)):
+        return None
+    name = os.path.expanduser(os.fspath(spec))  # noqa: PTH111
+    if not _is_image(name) or _has_wildcard(name) or "{" in name:
+        return None
+    # Training does not ask, as in 0.1: it has lists of millions, perhaps on a network drive.
+    return None if natural and ("://" in name or Path(name).is_dir()) else name
 
 
 def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
@@ -202,7 +230,7 @@ def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
         if natural:
             return ListSource([str(path)])
         if _is_image(name):
-            return _listed([name], Path(), name)
+            return _listed([os.path.expanduser(name)], Path(), name)  # noqa: PTH111
         raise DataError(
             f"{name}: a file of this kind holds no images that can be read here; expected a "
             f"folder, a .txt list, a .tar shard or an image ({' '.join(sorted(EXTENSIONS))})."
@@ -211,9 +239,9 @@ def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
     if expanded is None:
         raise DataError(f"{name}: no such file or folder; check the path.")
     shards = [Path(found) for found in expanded if found.lower().endswith(SHARD)]
-    if shards:
-        return ShardSource(shards, cache=cache)
     images = [found for found in expanded if _is_image(found)]
+    if shards and not (natural and images):
+        return ShardSource(shards, cache=cache)
     if images:
         source = _listed(images, Path(), name)
         suffixes = (Path(found).suffix.lower() for found in expanded if not _is_image(found))
@@ -246,11 +274,11 @@ def _open_list(path: Path) -> ListSource:
     return _listed(names, path.absolute().parent, str(path))
 
 
-def _listed(names: list[str], folder: Path, what: str) -> ListSource:
+def _listed(names: list[str], folder: Path, what: str, *, look_at: int = _LOOKED_AT) -> ListSource:
     source = ListSource(names, folder=folder)
     # Asking for every file takes minutes on a network drive; one that is missing is skipped and
     # counted later. A list read from the wrong place, though, should be known at once.
-    looked_at = np.unique(np.linspace(0, len(source) - 1, 16).astype(int))
+    looked_at = np.unique(np.linspace(0, len(source) - 1, look_at).astype(int))
     if not any(Path(source.name(int(i))).exists() for i in looked_at):
         raise DataError(
             f"{what}: none of the {len(looked_at)} files looked at exists, such as "
@@ -268,10 +296,6 @@ def _is_image(name: str) -> bool:
     return Path(name).suffix.lower() in EXTENSIONS
 
 
-def _is_file_name(name: str) -> bool:
-    return _is_image(name) and not _has_wildcard(name) and "{" not in name
-
-
 # --------------------------------------------------------------------------------------- patterns
 
 
@@ -286,13 +310,41 @@ def _expand(pattern: str, natural: bool) -> list[str] | None:
     found: list[str] = []
     for name in names:
         if _has_wildcard(name):
-            matches = glob.glob(name, recursive=True)  # noqa: PTH207
             if natural:
-                matches = [match for match in matches if not Path(match).is_dir()]
-            found += sorted(matches, key=natural_key if natural else None)
+                found += sorted(_match(name), key=natural_key)
+            else:
+                found += sorted(glob.glob(name, recursive=True))  # noqa: PTH207
         else:
             found.append(name)
     return list(dict.fromkeys(found))
+
+
+def _match(pattern: str) -> list[str]:
+    """Files that match; through no link to a folder, unless the pattern has its name."""
+    *parts, last = Path(pattern).parts
+    if last == "**":
+        parts, last = [*parts, last], "*"
+    folders = [""]
+    for part in parts:
+        folders = [folder for above in folders for folder in _match_folders(above, part)]
+    matches = (match for folder in folders for match in _match_names(folder, last))
+    return [str(Path(match)) for match in matches if not Path(match).is_dir()]
+
+
+def _match_folders(above: str, part: str) -> list[str]:
+    if part == "**":
+        found = []
+        for folder, below, _ in os.walk(above or os.curdir):
+            below[:] = [name for name in below if not name.startswith(".")]
+            found.append(folder)
+        return found
+    if not _has_wildcard(part):
+        return [os.path.join(above, part)]  # noqa: PTH118
+    return [found for found in _match_names(above, part) if not Path(found).is_symlink()]
+
+
+def _match_names(folder: str, part: str) -> list[str]:
+    return glob.glob(os.path.join(glob.escape(folder), part))  # noqa: PTH118, PTH207
 
 
 def _has_wildcard(name: str) -> bool:
