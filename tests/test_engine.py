@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from conftest import SMALLEST, stirred
-from veca import compile_for_inference, create_model
+from veca import compile_for_inference, create_model, load
 from veca.errors import InputError
 
 
@@ -51,11 +51,10 @@ def test_only_the_last_shapes_stay_prepared(tiny):
 
 
 def test_an_engine_says_what_it_is():
-    model = create_model("tiny").eval()
-    engine = compile_for_inference(model, dtype=torch.bfloat16)
+    engine = compile_for_inference(load("tiny"), dtype=torch.bfloat16)
     assert engine.name == "veca_tiny_patch16"
     assert (engine.device, engine.dtype) == (torch.device("cpu"), torch.bfloat16)
-    assert (engine.num_features, engine.embed_dim, engine.patch_size) == (192, 192, 16)
+    assert (engine.num_features, engine.embed_dim, engine.patch_size) == (1280, 192, 16)
     facts = '"veca_tiny_patch16", 12 layers, width 192, 64 cores, patch 16, cpu bfloat16'
     assert repr(engine) == f"InferenceEngine({facts})"
 

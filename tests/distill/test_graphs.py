@@ -72,14 +72,16 @@ def test_recorded_steps_are_the_launched_ones(tmp_path, changes) -> None:
     here = {"device": "cuda", "precision": "float32", "schedule": {"steps": 12}, **changes}
     plain = {name: {**one, "graphs": False} for name, one in here.get("siblings", {}).items()}
     without = {**here, "student": {**GRAPHS, "graphs": False}, "siblings": plain}
-    launched = run(tmp_path / "launched", **without)
+    launched, again = (run(tmp_path / name, **without) for name in ("launched", "again"))
     recorded = run(tmp_path / "recorded", **{**here, "student": GRAPHS})
     kinds = Counter((r["size"], budget) for r in recorded for budget in r["cores"])
     assert len(kinds) > 1 and max(kinds.values()) > 1  # several recordings, and some replayed
     assert len(launched) == len(recorded)
-    # Sums on a GPU may run in another order from one launch to the next.
+    # Sums on a GPU may run in another order from one launch to the next, and training makes more
+    # of a difference with every step: two launched runs tell how much.
     tolerance = 5e-3 if changes.get("precision") == "bfloat16" else 1e-4
-    for one, other in zip(launched, recorded, strict=True):
+    for one, twin, other in zip(launched, again, recorded, strict=True):
         for name in ("loss", "grad_norm", "smaller:loss"):
             if name in one:
+                tolerance = max(tolerance, 4 * abs(twin[name] / one[name] - 1))
                 assert other[name] == pytest.approx(one[name], rel=tolerance), (one["step"], name)
