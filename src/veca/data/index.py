@@ -25,7 +25,7 @@ from veca._util.files import atomic_write
 from veca.data.names import Names
 from veca.errors import DataError, VecaError
 from veca.images import EXTENSIONS
-from veca.images.find import natural_key
+from veca.images.find import natural_key, walk
 
 VERSION = 1
 SHARD = ".tar"
@@ -90,7 +90,7 @@ def _scan(folder: Path, natural: bool) -> tuple[FolderIndex, dict[str, int]]:
     shards: list[tuple[str, int, int]] = []
     folders: dict[str, int] = {}
     others: Counter[str] = Counter()
-    for relative, entry in _walk(folder, folders, links=not natural):
+    for relative, entry in _entries(folder, folders, links=not natural):
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122
         if suffix not in EXTENSIONS and suffix != SHARD:
             others[suffix] += 1
@@ -114,44 +114,22 @@ def _scan(folder: Path, natural: bool) -> tuple[FolderIndex, dict[str, int]]:
     ), folders
 
 
-def _walk(
+def _entries(
     folder: Path, folders: dict[str, int], *, links: bool
 ) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Every entry below `folder` that is not hidden; fills `folders` on the way."""
-    seen: set[tuple[int, int]] = set()
-    waiting = [""]
-    while waiting:
-        relative = waiting.pop()
-        path = folder / relative
-        try:
-            state = path.stat()
-            if (state.st_dev, state.st_ino) in seen:
-                continue
-            seen.add((state.st_dev, state.st_ino))
-            settled = state.st_mtime_ns < time.time_ns() - _SETTLED_NS
-            folders[relative] = state.st_mtime_ns if settled else -1
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-        except OSError as error:
-            raise DataError(
-                f"{path}: the folder cannot be listed ({error.strerror}); check permissions."
-            ) from error
-        below = []
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            inner = f"{relative}/{entry.name}" if relative else entry.name
-            if _is_folder(entry):
-                below += [inner] if links or not entry.is_symlink() else []
-            else:
-                yield inner, entry
-        waiting += reversed(below)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Every file below `folder` that is not hidden; fills `folders` on the way."""
     try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+        listed_at = time.time_ns()  # before each is listed: that may take long
+        for relative, state, entries in walk(folder, links=links):
+            settled = state.st_mtime_ns < listed_at - _SETTLED_NS
+            folders[relative] = state.st_mtime_ns if settled else -1
+            for entry in entries:
+                yield f"{relative}/{entry.name}" if relative else entry.name, entry
+            listed_at = time.time_ns()
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: the folder cannot be listed ({error.strerror}); check permissions."
+        ) from error
 
 
 def _load(path: Path, folder: Path) -> FolderIndex | None:

@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from veca.errors import ImageError
@@ -48,7 +48,7 @@ def _expand(
 ) -> list[Path]:
     name, path = os.fspath(source), Path(source)
     if name and path.is_dir():  # Path("") would be the current folder
-        paths = _walk(path, recursive)
+        paths = _files(path, recursive)
         fault = "no image in this folder" + (" or its subfolders" if recursive else "")
     elif name and os.path.lexists(path):  # before patterns: a file may be called "scan[1].png"
         return [path]
@@ -68,17 +68,52 @@ def _expand(
     return sorted(images, key=lambda path: natural_key(path.as_posix()))
 
 
-def _walk(folder: Path, recursive: bool) -> list[Path]:
-    def refuse(error: OSError) -> None:  # os.walk would pass over an unreadable folder in silence
+def _files(folder: Path, recursive: bool) -> list[Path]:
+    paths: list[Path] = []
+    try:
+        for relative, _, entries in walk(folder):
+            paths += [folder / relative / entry.name for entry in entries]
+            if not recursive:
+                break
+    except OSError as error:
         raise ImageError(
             f"{error.filename}: the folder cannot be listed ({error.strerror}); check permissions"
         ) from error
-
-    paths: list[Path] = []
-    for parent, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
-        paths += [Path(parent, name) for name in files if not name.startswith(".")]
     return paths
+
+
+def walk(
+    folder: Path, *, links: bool = False
+) -> Iterator[tuple[str, os.stat_result, list[os.DirEntry[str]]]]:
+    """Each folder from `folder` down: its path relative to that, its state, and the files in it.
+
+    Hidden names are passed over. Links to folders are, too, or with `links` are followed, each
+    real folder once. An OSError says which folder cannot be listed: none is passed over in silence.
+    """
+    seen: set[tuple[int, int]] = set()
+    waiting = [""]
+    while waiting:
+        relative = waiting.pop()
+        state = (folder / relative).stat()
+        if links and (state.st_dev, state.st_ino) in seen:
+            continue
+        seen.add((state.st_dev, state.st_ino))
+        with os.scandir(folder / relative) as entries:
+            shown = sorted((e for e in entries if e.name[0] != "."), key=lambda entry: entry.name)
+        files: list[os.DirEntry[str]] = []
+        inner: list[os.DirEntry[str]] = []
+        for entry in shown:
+            (inner if _is_folder(entry) else files).append(entry)
+        yield relative, state, files
+        below = (entry.name for entry in inner if links or not entry.is_symlink())
+        waiting += reversed([f"{relative}/{name}" if relative else name for name in below])
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 def natural_key(name: str) -> tuple[list[list[str | int]], str]:
