@@ -74,3 +74,12 @@ def test_errors_are_one_line(run, images, tmp_path, capsys):
         assert main(arguments) == 2
         said = capsys.readouterr().err
         assert said.startswith("veca: ") and said.count("\n") == 1 and part in said
+
+
+def test_features_stay_out_of_a_folder_of_embeddings(run, weights, images, tmp_path, capsys):
+    assert run()[0] == 0
+    before = sorted(tmp_path.rglob("*"))
+    words = ["features", images, "--out", tmp_path / "out", "--weights", weights, "--overwrite"]
+    assert main([str(word) for word in words]) == 2
+    assert "embeddings" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

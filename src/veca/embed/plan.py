@@ -157,7 +157,7 @@ def _check_folder(folder: Path, settings: Settings) -> bool:
         if differences:
             raise InputError(
                 f"{folder} holds embeddings made with other settings ({'; '.join(differences)}); "
-                "use those, or choose another folder."
+                "use those, choose another folder, or start over with overwrite (--overwrite)."
             )
         return False
     with output_errors(folder / MANIFEST):

@@ -18,6 +18,7 @@ from veca.embed.writers import (
     FAILURES,
     BackgroundWrites,
     Result,
+    parquet,
     read_failures,
     write_failures,
 )
@@ -62,6 +63,8 @@ class FolderWriter:
                 f"cannot write to {out}: it is a file; choose a folder, or a file that ends in "
                 f"{' or '.join('.' + name for name in FORMATS)}."
             )
+        if (out / parquet.MANIFEST).exists():
+            raise OutputError(f"{out} holds embeddings of veca embed; choose another folder.")
         manifest = _read_manifest(out)
         if manifest and overwrite:
             _remove_features(out, manifest)
