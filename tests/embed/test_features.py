@@ -75,15 +75,15 @@ class Spy:
 
     def __init__(self, model, fail_at: int | None = None, error: BaseException | None = None):
         self.batches: list[tuple[int, ...]] = []
-        original = model.forward
+        original = model.walk
 
-        def forward(images, cores=None):
+        def walk(images, *options, **more):
             self.batches.append(tuple(images.shape))
             if len(self.batches) == fail_at:
                 raise error
-            return original(images, cores=cores)
+            return original(images, *options, **more)
 
-        model.forward = forward
+        model.walk = walk
 
     @property
     def images(self) -> int:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from veca._util.numbers import gigabytes
+
 T = TypeVar("T")
 
 _WORTH_A_LOOK = 64 * 2**20
@@ -118,15 +120,6 @@ def too_large(needed: int, device: torch.device | str = "cpu", share: float = 1.
     if free is None or needed <= share * free:
         return None
     return f"about {gigabytes(needed)} of memory, and {gigabytes(free)} are free"
-
-
-def gigabytes(number: float) -> str:
-    """12.3 GB, 340 MB, 12 kB: decimal units, as disks and people count."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            value = number / size
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{number:.0f} bytes"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

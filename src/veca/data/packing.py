@@ -32,6 +32,7 @@ from veca._util.files import (
     printable,
     temporary_beside,
 )
+from veca._util.numbers import parse_bytes
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource, Spec, open_source
@@ -45,10 +46,6 @@ _CHUNK = 16  # images a worker handles at a time
 _BLOCK = 512
 _TAIL = 2 * _BLOCK  # the end mark of a tar file
 _IN_A_ROW = 100  # this many failures without a success are no accident
-_UNITS = {
-    "": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20,
-    "g": 10**9, "gb": 10**9, "gib": 2**30,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def pack(
         "mode": mode if size is not None else None,
         "format": format,
         "quality": quality,
-        "shard_size": None if per_shard is not None else parse_bytes(shard_size),
+        "shard_size": None if per_shard is not None else parse_bytes(shard_size, DataError),
         "per_shard": per_shard,
         "source": encoder.source.fingerprint(),
         "images": len(encoder.source),
@@ -121,14 +118,6 @@ def pack(
         packer = _Packer(folder, encoder, settings)
         packer.run(default_workers() if workers is None else workers, progress)
     return packer.report()
-
-
-def parse_bytes(text: int | str) -> int:
-    """A number of bytes: 65536, "64MiB", "500 MB", "1g"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS or not float(match[1]) > 0:
-        raise DataError(f"{text!r} is no size in bytes; write it like 64MiB, 500MB or 1GiB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 # --------------------------------------------------------------------------------------- encoding

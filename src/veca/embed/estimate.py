@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from veca._util.memory import forward_bytes, gigabytes, too_large
+from veca._util.memory import forward_bytes, too_large
+from veca._util.numbers import gigabytes
 from veca.config import VecaConfig
 from veca.data.decode import EncodedImage
 from veca.data.sources import ImageSource

@@ -121,10 +121,11 @@ def preprocess(
     this package or its configuration. Without one they are ImageNet's, and 16.
 
     `size` and `fit` mean what they mean in `target_size`: the short side, by default
-    `veca.config.DEFAULT_SIZE`, (height, width), or None for each image's own. Images are resampled at most once
-    (bicubic, antialiased). "pad" adds the mean colour (0 once normalised) at the right and the
-    bottom, see `valid`; "crop" cuts less than one patch from each dimension, half on either side,
-    see `crop_box`. `max_pixels` holds before decoding and for the fitted image.
+    `veca.config.DEFAULT_SIZE`, (height, width), or None for each image's own.
+    Images are resampled at most once (bicubic, antialiased). "pad" adds the mean colour (0 once
+    normalised) at the right and the bottom, see `valid`; "crop" cuts less than one patch from each
+    dimension, half on either side, see `crop_box`. `max_pixels` holds before decoding
+    and for the fitted image.
 
     With on_error="skip" images that cannot be read are left out and listed in `skipped`; images
     that can be read but not fitted still raise.
