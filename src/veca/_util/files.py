@@ -82,6 +82,13 @@ def printable(name: str) -> str:
     return text.decode("utf-8", "backslashreplace")
 
 
+def one_line(name: str) -> str:
+    """A path or message on one line of a list or a terminal: what breaks or hides it is escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in printable(name)
+    )
+
+
 def place_for(out: str | os.PathLike[str]) -> Path:
     """The path that a caller wants something written to; "" would be the current folder."""
     if not os.fspath(out):

@@ -123,15 +123,6 @@ def say_estimate(estimate: object) -> None:
     console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
 
 
-def one_line(text: str) -> str:
-    """A name or message on one line of a terminal, whatever characters a file name holds."""
-    from veca._util.files import printable
-
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in printable(text)
-    )
-
-
 def count(number: int, what: str, several: str | None = None) -> str:
     """'1 image', '2,000 images', '2 entries'."""
     return f"{number:,} {what if number == 1 else several or what + 's'}"

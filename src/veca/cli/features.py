@@ -24,7 +24,6 @@ from veca.cli.common import (
     Width,
     console,
     count,
-    one_line,
     parse_stored_size,
     parse_what,
     pick_device,
@@ -80,6 +79,7 @@ def features(
     """
     import torch
 
+    from veca._util.files import one_line
     from veca._util.progress import progress_bar
     from veca.embed import extract
     from veca.embed.embedding import load_model

@@ -15,7 +15,6 @@ from veca.cli.common import (
     Device,
     Threads,
     console,
-    one_line,
     parse_stored_size,
     pick_device,
 )
@@ -65,6 +64,7 @@ def search(
     """
     import torch
 
+    from veca._util.files import one_line
     from veca.embed import Collection, contact_sheet
     from veca.embed import search as search_collections
 

@@ -27,6 +27,7 @@ from veca._util.files import (
     atomic_write_text,
     commit,
     exclusive,
+    one_line,
     output_errors,
     place_for,
     printable,
@@ -36,7 +37,7 @@ from veca._util.numbers import parse_bytes
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import BadImageError, DataError, check_choice
+from veca.errors import BadImageError, DataError, OutputError, check_choice
 
 MANIFEST, FAILURES = "manifest.json", "failures.txt"
 FORMATS = {"jpeg": ".jpg", "webp": ".webp"}
@@ -241,12 +242,25 @@ class _Packer:
             if shard is not None or failures:
                 self._close(shard, total, failures)
             shard = None
+            self._check_shards()
             self._save(complete=True)
         finally:
             if shard is not None:
                 shard.drop()
         if progress is not None:
             progress(total, total)
+
+    def _check_shards(self, *, all_of_them: bool = True) -> None:
+        """Raise unless what the manifest lists is there: somebody may have removed it meanwhile."""
+        shards = self.manifest["shards"]
+        gone = [
+            entry for entry in (shards if all_of_them else shards[-1:]) if not self._is_there(entry)
+        ]
+        if gone:
+            raise OutputError(
+                f"{self.folder / gone[0]['file']} was written and is gone or changed: something "
+                "else has changed the folder meanwhile; run it again, what is missing is packed."
+            )
 
     def _is_full(self, shard: _ShardWriter, size: int) -> bool:
         if self.settings["per_shard"] is not None:
@@ -255,6 +269,7 @@ class _Packer:
 
     def _close(self, shard: _ShardWriter | None, stop: int, failures: list[dict[str, Any]]) -> None:
         """Put a shard in place and record it, with all failures before the image at `stop`."""
+        self._check_shards(all_of_them=False)
         if shard is not None:
             first = self.manifest["next"]
             self.manifest["shards"].append({**shard.finish(), "first": first, "stop": stop})
@@ -266,7 +281,10 @@ class _Packer:
     def _save(self, *, complete: bool) -> None:
         self.manifest["complete"] = complete
         if self.manifest["failures"]:
-            lines = [f"{entry['name']}\t{entry['reason']}\n" for entry in self.manifest["failures"]]
+            lines = [
+                f"{one_line(entry['name'])}\t{one_line(entry['reason'])}\n"
+                for entry in self.manifest["failures"]
+            ]
             atomic_write_text(self.folder / FAILURES, "".join(lines))
         atomic_write_json(self.folder / MANIFEST, self.manifest)
 
@@ -349,12 +367,14 @@ class _ShardWriter:
         entry = tarfile.TarInfo(name)  # owner, group and time stay zero: equal input, equal bytes
         entry.size = len(data)
         header = entry.tobuf(tarfile.USTAR_FORMAT)
-        self._write(header + data + b"\0" * (_padded(len(data)) - len(data)))
+        with output_errors(self.path):
+            self._write(header + data + b"\0" * (_padded(len(data)) - len(data)))
         self.images += 1
 
     def finish(self) -> dict[str, Any]:
-        self._write(b"\0" * _TAIL)
-        self._file.close()
+        with output_errors(self.path):
+            self._write(b"\0" * _TAIL)
+            self._file.close()
         commit(self._temporary, self.path)
         self._stack.close()
         return {

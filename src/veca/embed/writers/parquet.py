@@ -98,7 +98,6 @@ class ShardWriter:
 
     def __init__(self, folder: Path, number: int, settings: Settings) -> None:
         self._pa = require("pyarrow", "writing embeddings")
-        parquet = require("pyarrow.parquet", "writing embeddings")
         self._settings, self._number = settings, number
         self._path = shard_path(folder, number)
         self._schema = self._columns()
@@ -106,7 +105,12 @@ class ShardWriter:
         self._waiting: list[Rows] = []
         self._bytes = self._rows = 0
         self._temporary = self._stack.enter_context(temporary_beside(self._path))
-        self._file = parquet.ParquetWriter(
+        with output_errors(self._path):
+            self._file = self._open_file()
+
+    def _open_file(self) -> Any:
+        parquet = require("pyarrow.parquet", "writing embeddings")
+        return parquet.ParquetWriter(
             self._temporary,
             self._schema,
             compression="zstd",
