@@ -94,7 +94,10 @@ def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, i
 
 
 def check_finite(images: Tensor) -> None:
-    """Refuse NaN, infinite and absurdly large pixels. Skipped where values are not known, as in tracing."""
+    """Refuse NaN, infinite and absurdly large pixels.
+
+    Skipped where values are not known, as in tracing.
+    """
     if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     if images.is_meta or isinstance(images, FakeTensor) or transformed():

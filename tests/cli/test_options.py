@@ -69,7 +69,8 @@ def test_features(reached, weights, photos, tmp_path):
 def test_embed(reached, photos, tmp_path):
     assert reached(
         "veca.embed.embed", "embed", photos, "--out", tmp_path / "out", "--weights", "w",
-        "--cores", 3, "--size", "native", "--what", "cls,patches", "--width", "native", "--pca", 4, "--dtype", "float32", "--precision",
+        "--cores", 3, "--size", "native", "--what", "cls,patches",
+        "--width", "native", "--pca", 4, "--dtype", "float32", "--precision",
         "bfloat16", "--batch-size", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
         "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
         "--strict", "--overwrite",
@@ -179,7 +180,8 @@ def test_probe(reached, weights, tmp_path, monkeypatch):
         "veca.probe.run_probe", "probe", "knn", "--weights", weights, "--dataset", "cifar10",
         "--data", tmp_path, "--train-dataset", "cifar100", "--train-data", tmp_path / "other",
         "--train-split", "test", "--test-split", "train", "--size", 32, "--cache",
-        tmp_path / "cache", "--device", "cpu", "--workers", 2, "--no-time", "--verify", "--width", "native",
+        tmp_path / "cache", "--device", "cpu", "--workers", 2, "--no-time", "--verify",
+        "--width", "native",
     )  # fmt: skip
     assert {"protocol", "command", "options"} <= found.keys()
     wanted = {

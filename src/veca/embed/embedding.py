@@ -192,6 +192,8 @@ def embed(
     decode_ahead = partial(
         pool.ordered_map, workers=pool.default_workers() if workers is None else workers
     )
+    if engine == "local":
+        warn_of_memory(model, settings.pixels, settings.batch, at_once)
     with locked(folder):
         settings, reduction, is_new = _reduction(
             folder,
@@ -213,8 +215,6 @@ def embed(
             count = sum(shard.stop - shard.start for shard in state.left)
             if on_estimate is not None:
                 on_estimate(estimate(images, count, settings.to_dict(), settings.what))
-            if engine == "local":
-                warn_of_memory(model, settings.pixels, settings.batch, at_once)
             records = _engine(
                 engine,
                 state,
