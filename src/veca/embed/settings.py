@@ -72,11 +72,12 @@ class Settings:
     ) -> Settings:
         """Check what a user asked for; "auto" is what is `there` already, or else the default."""
         check_choice("dtype of the stored features", dtype, DTYPES)
+        found = None if there is None else there.to_dict()
         return cls(
             weights=weights_hash(model),
             config=model.config.to_dict(),
             cores=check_budget(cores, model.config.num_cores),
-            size=resolved_size(size, model.config, there and there.to_dict()),
+            size=resolved_size(size, model.config, found),
             fast_jpeg=bool(fast_jpeg),
             patches=bool(patches),
             dtype=dtype,
@@ -87,7 +88,7 @@ class Settings:
                 width,
                 model.config,
                 WHAT if patches else WHAT[:1],
-                there and there.to_dict(),
+                found,
             ),
         )
 
