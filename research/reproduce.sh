@@ -189,6 +189,15 @@ for seed in 1 2; do
         --teacher efficientnet-lite2 --set seed=$seed --verify
 done
 rooms seeds/nyuv2-depth-1 --set seed=1
+step width "15 minutes on one CPU core"
+for width in projected native; do
+    for set in pets-trimaps camvid; do
+        data=$PETS
+        if [[ $set == camvid ]]; then data=$CAMVID; fi
+        do_ veca probe segmentation --data "$data" --dataset $set --weights tiny --cores 8,64 \
+            --width $width --no-time --threads 1 --workers 1 --overwrite --out research/results/width/$width/$set
+    done
+done
 step blind "5 minutes on one CPU core"
 probes blind --teacher= --baseline blind
 step few "20 minutes on one CPU core"

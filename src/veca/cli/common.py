@@ -42,7 +42,7 @@ Width = Annotated[
     str | None,
     typer.Option(
         help=f"{_WIDTH} mixed: cls projected, patches native.",
-        show_default="mixed, or that of OUT",
+        show_default="projected, or that of OUT",
     ),
 ]
 ProbeWidth = Annotated[str | None, typer.Option(help=_WIDTH, show_default="protocol's")]
