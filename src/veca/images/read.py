@@ -6,10 +6,8 @@ Colour profiles (ICC) are not applied: CMYK and LAB are converted with Pillow's 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
-import stat
 import threading
 import warnings
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from veca._util.files import open_file
 from veca.errors import ImageError, whole
 
 MAX_PIXELS = 178_956_970
@@ -130,15 +129,6 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
             f"object, a Pillow image, a uint8 array [H, W, 3] or a uint8 tensor [3, H, W]"
         )
     return cast(BinaryIO, source)
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to be read. A pipe or a device, which might wait for ever, is an OSError."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        reason = "a pipe, a device or a socket, where a file was expected"
-        raise OSError(errno.EINVAL, reason, str(path))
-    return path.open("rb")
 
 
 def _open(stream: BinaryIO) -> Image.Image:
