@@ -16,7 +16,7 @@ from torch import Tensor
 from veca._util import files
 from veca.config import VecaConfig
 from veca.dense import DenseVit
-from veca.distill.checkpoint import CheckpointStore
+from veca.distill.checkpoint import CheckpointStore, check_about
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import from_tensors, save_targets
 from veca.distill.student import HEADS, save_heads
@@ -101,8 +101,9 @@ def export_checkpoint(
     if step not in steps:
         known = ", ".join(map(str, steps))
         raise DistillError(f"{run} has no checkpoint {which!r}; it has those of steps {known}.")
-    found = checkpoints.load(step)
+    found = checkpoints.load(step, optimizer=False)
     assert found is not None
+    check_about(found)
     siblings = found.about["siblings"]
     if student and student not in siblings:
         raise DistillError(f"{run} has no sibling {suggest(student, siblings)}")
