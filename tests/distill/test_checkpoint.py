@@ -230,7 +230,6 @@ def test_what_a_checkpoint_of_0_1_must_hold(tmp_path) -> None:
         ("step", "3"),
         ("samples", None),
         ("siblings", []),
-        ("siblings", {"x": 3}),
         ("teachers", {}),
         ("seed", 1.5),
         ("loader", []),

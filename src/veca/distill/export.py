@@ -146,13 +146,14 @@ def publish(
     if licence:
         provenance["licence"] = licence
     stages: list[dict[str, Any]] = [provenance]
-    while isinstance(before := (stages[-1].get("init") or {}).get("provenance"), dict):
+    while before := _table(_table(stages[-1], "init"), "provenance"):
         stages.append(before)
     for stage in stages:
-        about = dict(stage.get("data") or {})
+        about = dict(_table(stage, "data"))
         about |= {k: v for k, v in (("source", data), ("licence", data_licence)) if v}
         stage["data"] = about
-    provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
+    counts = [stage.get("samples") for stage in stages]
+    provenance["samples_in_all"] = sum(count for count in counts if isinstance(count, int))
     save(model, folder, provenance=provenance, dtype=dtype)
     files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
     for extra in () if in_place else (TARGETS, HEADS):
@@ -169,6 +170,12 @@ def publish(
     return folder
 
 
+def _table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table inside another that somebody wrote; empty if it is none."""
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Without hashes of the files that were, and with names where there were paths."""
     kept = {k: v for k, v in provenance.items() if k not in ("tensors_sha256", "file_sha256")}
@@ -177,7 +184,7 @@ def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
         kept["data"] = about | {"source": public_name(str(about.get("source", "")))}
     if isinstance(kept.get("init"), Mapping):
         init = dict(kept["init"])
-        init["weights"] = public_name(init["weights"]) if init.get("weights") else None
+        init["weights"] = public_name(str(init["weights"])) if init.get("weights") else None
         if isinstance(init.get("provenance"), Mapping):
             init["provenance"] = _cleaned(init["provenance"])
         kept["init"] = init

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickletools
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from veca._util import files
+from veca._util.archives import check_stored
 from veca.errors import VecaError
 from veca.weights import tensors as ts
 
@@ -40,7 +40,7 @@ def read(path: Path, what: str, error: type[VecaError]) -> object:
         with files.open_file(path) as file:
             zipped = file.read(2) == b"PK"
             file.seek(0)
-            pickles = _members(path, error) if zipped else [file.read(_MOST_PICKLED)]
+            pickles = _pickles(path, error) if zipped else [file.read(_MOST_PICKLED)]
     except OSError as problem:
         raise error(f"cannot read {path} ({problem.strerror}).") from problem
     size = path.stat().st_size
@@ -84,39 +84,12 @@ def check_sizes(state: Mapping[str, Tensor], path: Path, error: type[VecaError])
         )
 
 
-def _members(path: Path, error: type[VecaError]) -> list[bytes]:
+def _pickles(path: Path, error: type[VecaError]) -> list[bytes]:
     """The pickles in an archive, every byte of which is compared with its checksum."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            stored = all(
-                member.compress_type == zipfile.ZIP_STORED
-                and member.compress_size == member.file_size
-                for member in members
-            )
-            # torch never compresses: a small file that is can unpack to any size.
-            if not stored or not any(m.filename.endswith("/data.pkl") for m in members):
-                raise error(f"{path} is a zip archive, but not one written by torch.save.")
-            total = sum(member.file_size for member in members)
-            if total > path.stat().st_size or len({m.filename for m in members}) < len(members):
-                raise error(f"{path}: parts of the archive overlap; fetch it again.")
-            return [data for member in members if (data := _member(archive, member))]
-    except zipfile.BadZipFile as problem:
-        if "CRC" in str(problem):
-            raise error(f"{path} is damaged ({problem}); fetch it again.") from problem
-        raise error(f"{path} is cut short or damaged ({problem}); fetch it again.") from problem
-    except (RuntimeError, ValueError, EOFError, NotImplementedError, OverflowError) as problem:
-        raise error(f"{path} is a damaged archive ({problem}); fetch it again.") from problem
-
-
-def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-    """Read a member to its end, where its checksum is compared; gives it if it is a pickle."""
-    kept = []
-    with archive.open(member) as file:
-        while chunk := file.read(2**20):
-            if member.filename.endswith(".pkl"):
-                kept.append(chunk)
-    return b"".join(kept)
+    found = check_stored(path, "one written by torch.save", error, lambda n: n.endswith(".pkl"))
+    if not any(name.endswith("/data.pkl") for name in found):
+        raise error(f"{path} is a zip archive, but not one written by torch.save.")
+    return list(found.values())
 
 
 class _Value(NamedTuple):

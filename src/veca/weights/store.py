@@ -204,7 +204,7 @@ def _carries_config(path: Path) -> bool:
 def file_hash(path: Path) -> str:
     """sha256 of a file's bytes, as `sha256sum` prints it."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with files.open_file(path) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -326,7 +326,7 @@ def _safetensors_errors(path: Path) -> Iterator[None]:
 
 def _is_lfs_pointer(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             return file.read(40).startswith(b"version https://git-lfs")
     except OSError:
         return False
