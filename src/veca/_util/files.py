@@ -13,6 +13,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import secrets
 import stat
@@ -69,7 +70,11 @@ def to_json(value: object) -> str:
 
     Bytes of a file name that are no UTF-8 are escaped as JSON does it, and read back unharmed.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def escaped(text: str) -> str:
+    """Text that UTF-8 can hold: half a pair becomes \\uNNNN, as JSON writes it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -296,12 +301,23 @@ def read_json(path: Path, error: type[VecaError]) -> dict[str, Any]:
 def parse_json(text: str | bytes, where: object, error: type[VecaError]) -> dict[str, Any]:
     """The JSON object that is in a text of the file `where`."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
     except (ValueError, RecursionError) as problem:
         raise error(f"{where} is not valid JSON ({problem}); fetch or write it again.") from problem
     if not isinstance(value, dict):
         raise error(f"{where} must hold a JSON object of named fields, got {type(value).__name__}.")
     return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"it holds {text}, which JSON lacks")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
 
 
 def check_fields(

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-ROOM_BYTES = 2**30
+ROOM_BYTES = 3 * 2**29
 """Of decoding in one run, together; an image that alone takes more is decoded alone."""
 
 _UNIT = 4 * 2**20

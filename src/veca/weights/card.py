@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from veca._util.files import escaped
 from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
 from veca.errors import shown
@@ -49,7 +50,7 @@ def model_card(
         "patches attend only to a few learned cores, kept in an order that makes every prefix of "
         "them a model of its own.\n",
     ]
-    return "\n".join(parts)
+    return escaped("\n".join(parts))
 
 
 def results_in(card: str) -> str:

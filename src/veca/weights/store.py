@@ -101,7 +101,7 @@ def save_state(
     metadata = {
         "format": "pt",
         _HEADER_CONFIG: json.dumps(_config_fields(config)),
-        _HEADER_PROVENANCE: json.dumps(record, ensure_ascii=False),
+        _HEADER_PROVENANCE: files.escaped(json.dumps(record, ensure_ascii=False)),
     }
     metadata[ts.SEAL] = ts.seal(content, metadata)
     if path.name.endswith(SUFFIX):
