@@ -15,6 +15,10 @@ _MOST = 2**31 - 1
 _MOST_BLOCKS = 10_000
 """More than any network has, and few enough to be counted one by one."""
 
+DEFAULT_SIZE = 512
+"""Pixels: the short side that images are scaled to wherever no size is asked for, and both sides
+where one shape must make a batch. What needs another (probe protocols, training) says so."""
+
 
 @dataclasses.dataclass(frozen=True)
 class VecaConfig:

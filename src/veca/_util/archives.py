@@ -12,6 +12,21 @@ from pathlib import Path
 from veca._util.files import check_regular
 from veca.errors import VecaError
 
+_FREE, _RATIO = 64 * 2**20, 100
+"""What an archive that may be compressed can unpack to: so many bytes, and so many times its own."""
+
+
+def check_unpacked(path: Path, error: type[VecaError]) -> None:
+    """Refuse an archive that would unpack to far more than it is, before any of it is unpacked."""
+    check_regular(path)
+    with zipfile.ZipFile(path) as archive:
+        total = sum(member.file_size for member in archive.infolist())
+    if total > _FREE + _RATIO * path.stat().st_size:
+        raise error(
+            f"{path} would unpack to {total / 1e6:,.0f} MB, far more than it could hold; it is not "
+            "read."
+        )
+
 
 def check_stored(
     path: Path, what: str, error: type[VecaError], keep: Callable[[str], bool]
