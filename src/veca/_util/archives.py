@@ -13,7 +13,7 @@ from veca._util.files import check_regular
 from veca.errors import VecaError
 
 _FREE, _RATIO = 64 * 2**20, 100
-"""What an archive that may be compressed can unpack to: so many bytes, and so many times its own."""
+"""What a compressed archive may unpack to: so many bytes, and so many times its own."""
 
 
 def check_unpacked(path: Path, error: type[VecaError]) -> None:
