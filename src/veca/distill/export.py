@@ -16,7 +16,7 @@ from torch import Tensor
 from veca._util import files
 from veca.config import VecaConfig
 from veca.dense import DenseVit
-from veca.distill.checkpoint import CheckpointStore
+from veca.distill.checkpoint import CheckpointStore, check_about
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import from_tensors, save_targets
 from veca.distill.student import HEADS, save_heads
@@ -101,8 +101,9 @@ def export_checkpoint(
     if step not in steps:
         known = ", ".join(map(str, steps))
         raise DistillError(f"{run} has no checkpoint {which!r}; it has those of steps {known}.")
-    found = checkpoints.load(step)
+    found = checkpoints.load(step, optimizer=False)
     assert found is not None
+    check_about(found)
     siblings = found.about["siblings"]
     if student and student not in siblings:
         raise DistillError(f"{run} has no sibling {suggest(student, siblings)}")
@@ -145,13 +146,14 @@ def publish(
     if licence:
         provenance["licence"] = licence
     stages: list[dict[str, Any]] = [provenance]
-    while isinstance(before := (stages[-1].get("init") or {}).get("provenance"), dict):
+    while before := _table(_table(stages[-1], "init"), "provenance"):
         stages.append(before)
     for stage in stages:
-        about = dict(stage.get("data") or {})
+        about = dict(_table(stage, "data"))
         about |= {k: v for k, v in (("source", data), ("licence", data_licence)) if v}
         stage["data"] = about
-    provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
+    counts = [stage.get("samples") for stage in stages]
+    provenance["samples_in_all"] = sum(count for count in counts if isinstance(count, int))
     save(model, folder, provenance=provenance, dtype=dtype)
     files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
     for extra in () if in_place else (TARGETS, HEADS):
@@ -168,6 +170,12 @@ def publish(
     return folder
 
 
+def _table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table inside another that somebody wrote; empty if it is none."""
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
+
+
 def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
     """Without hashes of the files that were, and with names where there were paths."""
     kept = {k: v for k, v in provenance.items() if k not in ("tensors_sha256", "file_sha256")}
@@ -176,7 +184,7 @@ def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
         kept["data"] = about | {"source": public_name(str(about.get("source", "")))}
     if isinstance(kept.get("init"), Mapping):
         init = dict(kept["init"])
-        init["weights"] = public_name(init["weights"]) if init.get("weights") else None
+        init["weights"] = public_name(str(init["weights"])) if init.get("weights") else None
         if isinstance(init.get("provenance"), Mapping):
             init["provenance"] = _cleaned(init["provenance"])
         kept["init"] = init
