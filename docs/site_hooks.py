@@ -1,12 +1,22 @@
-"""What the site needs beyond its plugins: links to files beside the pages, and the commands."""
+"""What the site needs beyond its plugins: links to files beside the pages, the commands, and checks.
+
+A build with `--strict` fails on a broken link, wherever it comes from: a page, a docstring or the
+help of a command. So it does on a public name without a docstring.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urldefrag, urlsplit
 
-_REPOSITORY_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)\)")
+log = logging.getLogger("mkdocs.hooks.site")
+_REPOSITORY_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _COMMANDS = "<!-- commands -->"
+_ABSENT = re.compile(r"^404\.html$")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -14,6 +24,62 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("reference/"):
         return markdown.replace(_COMMANDS, _commands()) if _COMMANDS in markdown else markdown
     return _REPOSITORY_LINK.sub(_named, markdown)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Warnings fail a strict build."""
+    for problem in broken_links(Path(config["site_dir"])):
+        log.warning(problem)
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links and pictures of a built site that lead nowhere inside it, with their pages."""
+    pages = {path: _Page.of(path) for path in sorted(site.rglob("*.html"))}
+    problems = []
+    for path, page in pages.items():
+        if _ABSENT.match(path.relative_to(site).as_posix()):  # its links are from the root
+            continue
+        for link in page.links:
+            address, anchor = urldefrag(link)
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path
+            if parts.path:
+                target = (path.parent / unquote(parts.path)).resolve()
+                target = target / "index.html" if target.is_dir() else target
+            name = path.relative_to(site)
+            if not target.is_relative_to(site.resolve()) and target != path:
+                problems.append(f"{name}: {link} leads out of the site")
+            elif not target.exists():
+                problems.append(f"{name}: {link} leads nowhere")
+            elif anchor and target.suffix == ".html":
+                there = pages.get(site / target.relative_to(site.resolve())) if parts.path else page
+                if there is not None and unquote(anchor) not in there.anchors:
+                    problems.append(f"{name}: {link}: no such part")
+    return problems
+
+
+class _Page(HTMLParser):
+    """The links and the anchors of one page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+
+    @classmethod
+    def of(cls, path: Path) -> _Page:
+        page = cls()
+        page.feed(path.read_text(encoding="utf-8"))
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+            elif name in ("href", "src") and value and not value.startswith("javascript:"):
+                self.links.append(value)
 
 
 def _named(link: re.Match[str]) -> str:
