@@ -1,11 +1,13 @@
 """What the site needs beyond its plugins: links to files beside the pages, the commands, and checks.
 
 A build with `--strict` fails on a broken link, wherever it comes from: a page, a docstring or the
-help of a command. So it does on a public name without a docstring.
+help of a command. It fails on a public name that has no docstring or that no page shows, too.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import re
 from html.parser import HTMLParser
@@ -28,7 +30,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 def on_post_build(*, config: Any, **_: Any) -> None:
     """Warnings fail a strict build."""
-    for problem in broken_links(Path(config["site_dir"])):
+    site = Path(config["site_dir"])
+    for problem in [*broken_links(site), *undocumented(site)]:
         log.warning(problem)
 
 
@@ -58,6 +61,37 @@ def broken_links(site: Path) -> list[str]:
                 if there is not None and unquote(anchor) not in there.anchors:
                     problems.append(f"{name}: {link}: no such part")
     return problems
+
+
+def undocumented(site: Path) -> list[str]:
+    """Public names of the modules of the reference that are not shown there or say nothing."""
+    problems = []
+    pages = {path.parent.name: path for path in sorted(site.glob("reference/veca*/index.html"))}
+    for module, path in pages.items():
+        try:
+            things = public_names(module)
+        except ImportError as error:  # an optional library, which the tests tell
+            log.info("%s: %s", module, error)
+            continue
+        anchors = _Page.of(path).anchors
+        for name, thing in things.items():
+            full = f"{module}.{name}"
+            # A function that is named like its file has its file's name before its own.
+            if full not in pages and not anchors & {full, f"{full}.{name}"}:
+                problems.append(f"{full}: no page of the reference shows it")
+            if (inspect.isclass(thing) or inspect.isroutine(thing)) and not inspect.getdoc(thing):
+                problems.append(f"{full}: has no docstring")
+    return problems
+
+
+def public_names(module: str) -> dict[str, Any]:
+    """What a module lists, or defines and does not call private."""
+    loaded = importlib.import_module(module)
+    listed = getattr(loaded, "__all__", None)
+    if listed is not None:
+        return {name: getattr(loaded, name) for name in listed if not name.startswith("__")}
+    here = vars(loaded).items()
+    return {n: v for n, v in here if n[0] != "_" and getattr(v, "__module__", "") == module}
 
 
 class _Page(HTMLParser):
