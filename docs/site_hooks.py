@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urldefrag, urlsplit
 
+from PIL import Image
+
 log = logging.getLogger("mkdocs.hooks.site")
 _REPOSITORY_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _COMMANDS = "<!-- commands -->"
+_IMAGE = re.compile(r'<img((?=[^>]*src="[^"]*images/([\w.-]+)")[^>]*)')
 _ABSENT = re.compile(r"^404\.html$")
 
 
@@ -26,6 +29,21 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("reference/"):
         return markdown.replace(_COMMANDS, _commands()) if _COMMANDS in markdown else markdown
     return _REPOSITORY_LINK.sub(_named, markdown)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Wide pictures get a class, by which they scroll on a phone."""
+    folder = Path(config["docs_dir"])
+
+    def marked(image: re.Match[str]) -> str:
+        path = folder / "images" / image[2]
+        if not path.is_file():  # the check of links tells
+            return image[0]
+        with Image.open(path) as picture:
+            wide = picture.width > 2.5 * picture.height
+        return f'<img class="wide"{image[1]}' if wide else image[0]
+
+    return _IMAGE.sub(marked, html)
 
 
 def on_post_build(*, config: Any, **_: Any) -> None:
