@@ -1,4 +1,4 @@
-"""What the site needs beyond its plugins: links to files beside the pages, the commands, and checks.
+"""What the site needs beyond its plugins: links to files beside the pages, commands, checks.
 
 A build with `--strict` fails on a broken link, wherever it comes from: a page, a docstring or the
 help of a command. It fails on a public name that has no docstring or that no page shows, too.
