@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread: on a busy machine several that wait for each other are many times slower.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test test-fast coverage research-test lint docs build lowest clean
+.PHONY: run test test-fast coverage research-test lint docs docs-version build lowest clean
 
 run: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
@@ -29,6 +29,10 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev  # the site, into build/site; broken links and warnings fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-version: $(VENV)/.installed-dev  # the site of VERSION into the branch gh-pages, beside the others
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default latest
 
 build: $(VENV)/.installed-dev  # the wheel and the source archive, into dist/
 	$(BIN)/python -m build
