@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.compiler import is_compiling
 
+from veca._util.tracing import has_values
 from veca.errors import InputError, whole
-from veca.rope import transformed
 
 
 def check_model(model: object, caller: str) -> None:
@@ -92,9 +90,7 @@ def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, i
 
 def check_finite(images: Tensor) -> None:
     """Refuse NaN and infinite pixels. Skipped where values are not known, as in tracing."""
-    if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    if images.is_meta or isinstance(images, FakeTensor) or transformed():
+    if not has_values(images):
         return
     # The sum is NaN or infinite if any pixel is: one pass and no mask. It can overflow on its
     # own only with pixels far outside any normalisation, hence the second, exact look.

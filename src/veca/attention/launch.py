@@ -48,6 +48,7 @@ class _Problem:
     v: Tensor
     core: _Tables
     patch: _Tables
+    multiplicity: Tensor | None
     num_cores: int
     scale: float
 
@@ -76,6 +77,13 @@ class _Problem:
         """Bytes of a rotary table's element; 0 without tables."""
         given = [tables for tables in (self.core, self.patch) if tables.given]
         return max((tables.cos.element_size() for tables in given), default=0)
+
+    @property
+    def multiplicity_stride(self) -> int | None:
+        """From one image to the next; None, like the tensor, is no argument of a kernel at all."""
+        if self.multiplicity is None:
+            return None
+        return 0 if self.multiplicity.shape[0] == 1 else self.multiplicity.stride(0)
 
     @property
     def scale_log2(self) -> float:
@@ -116,6 +124,7 @@ def launch_forward(
     patch_sin: Tensor | None,
     num_cores: int,
     scale: float,
+    multiplicity: Tensor | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
     tiled: bool | None = None,
@@ -125,7 +134,7 @@ def launch_forward(
     if q.numel() == 0:
         return out, lse
     core, patch = _tables(core_cos, core_sin, q), _tables(patch_cos, patch_sin, q)
-    problem = _Problem(q, k, v, core, patch, num_cores, scale)
+    problem = _Problem(q, k, v, core, patch, _contiguous(multiplicity), num_cores, scale)
     launch, tiled = _pick("forward", problem, launch, tiled)
     with _on_device(q):
         (_tiled_forward if tiled else _resident_forward)(problem, out, lse, launch, splits)
@@ -146,6 +155,7 @@ def launch_backward(
     num_cores: int,
     scale: float,
     table_grad: bool,
+    multiplicity: Tensor | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
     tiled: bool | None = None,
@@ -162,7 +172,7 @@ def launch_backward(
     if grad.stride(-1) != 1 or grad.stride(2) >= 1 << 24:
         grad = grad.contiguous()
     core, patch = _tables(core_cos, core_sin, q), _tables(patch_cos, patch_sin, q)
-    problem = _Problem(q, k, v, core, patch, num_cores, scale)
+    problem = _Problem(q, k, v, core, patch, _contiguous(multiplicity), num_cores, scale)
     launch, tiled = _pick("backward", problem, launch, tiled)
     run = _tiled_backward if tiled else _resident_backward
     with _on_device(q):
@@ -182,9 +192,9 @@ def _resident_forward(
     kernels.forward_kernel[(core_programs + patch_programs,)](
         problem.q, problem.k, problem.v, out, lse,
         problem.core.cos, problem.core.sin, problem.patch.cos, problem.patch.sin,
-        *(partials or (lse, lse, lse)),
+        problem.multiplicity, *(partials or (lse, lse, lse)),
         *problem.input_strides(), *out.stride()[:3],
-        *problem.core.strides, *problem.patch.strides,
+        *problem.core.strides, *problem.patch.strides, problem.multiplicity_stride,
         problem.heads, cores, problem.patches, splits, span, core_programs, problem.scale_log2,
         D=width, BLOCK_C=block_c, BLOCK_N=launch.block,
         ROTATE_CORES=problem.core.given, ROTATE_PATCHES=problem.patch.given,
@@ -200,16 +210,16 @@ def _tiled_forward(
     problem: _Problem, out: Tensor, lse: Tensor, launch: Launch, splits: int | None
 ) -> None:
     kernels, block = _kernels(), launch.block
-    tables = _joined_tables(problem)
+    tables, problem = _joined_tables(problem), _all_tokens(problem)
 
     def attend(first: int, end: int, key_end: int, splits: int, span: int) -> None:
         blocks = -(-(end - first) // block)
         partials = _partials(problem, splits, blocks * block)
         kernels.tiled_forward_kernel[(problem.sequences * splits * blocks,)](
             problem.q, problem.k, problem.v, out, lse, tables.cos, tables.sin,
-            *(partials or (lse, lse, lse)),
+            problem.multiplicity, *(partials or (lse, lse, lse)),
             *problem.input_strides(), *out.stride()[:3], *tables.strides,
-            problem.heads, problem.tokens, first, end, key_end, blocks, splits, span,
+            problem.multiplicity_stride, problem.heads, problem.tokens, first, end, key_end, blocks, splits, span,
             problem.scale_log2,
             D=problem.width, BLOCK_R=block, BLOCK_K=block, ROTATE=tables.given,
             MERGE=partials is not None, PRECISION=problem.precision, **_options(launch),
@@ -245,9 +255,9 @@ def _resident_backward(
     kernels.backward_kernel[(core_programs * (1 if launch.fused else 2),)](
         problem.q, problem.k, problem.v, out, grad, lse, *grads,
         problem.core.cos, problem.core.sin, problem.patch.cos, problem.patch.sin,
-        *(partials or (lse, lse, lse)), table_q, table_k,
+        problem.multiplicity, *(partials or (lse, lse, lse)), table_q, table_k,
         *problem.input_strides(), *out.stride()[:3], *grad.stride()[:3], *grads[0].stride()[:3],
-        *problem.core.strides, *problem.patch.strides, table_half,
+        *problem.core.strides, *problem.patch.strides, table_half, problem.multiplicity_stride,
         problem.heads, cores, problem.patches, splits, span, core_programs,
         problem.scale, problem.scale_log2,
         D=width, BLOCK_C=block_c, BLOCK_N=launch.block,
@@ -273,7 +283,7 @@ def _tiled_backward(
 ) -> None:
     kernels, block = _kernels(), launch.block
     dq, dk, dv = grads
-    tables = _joined_tables(problem)
+    tables, problem = _joined_tables(problem), _all_tokens(problem)
     blocks = -(-problem.tokens // block)
     delta = empty(lse, lse.shape, torch.float32)
     kernels.delta_kernel[(problem.sequences * blocks,)](
@@ -283,7 +293,8 @@ def _tiled_backward(
     )  # fmt: skip
     inputs = (problem.q, problem.k, problem.v, grad, lse, delta)
     strides = (
-        *problem.input_strides(), *grad.stride()[:3], *dq.stride()[:3], *tables.strides
+        *problem.input_strides(), *grad.stride()[:3], *dq.stride()[:3], *tables.strides,
+        problem.multiplicity_stride,
     )  # fmt: skip
     sizes = (problem.heads, problem.tokens)
     scales = (problem.scale, problem.scale_log2)
@@ -302,11 +313,11 @@ def _tiled_backward(
         grid, merge = (problem.sequences * splits * blocks,), partials is not None
         part_q, part_k, part_v = partials or (lse, lse, lse)
         kernels.tiled_query_gradient_kernel[grid](
-            *inputs, dq, tables.cos, tables.sin, part_q,
+            *inputs, dq, tables.cos, tables.sin, problem.multiplicity, part_q,
             *strides, *span_sizes, *scales, MERGE=merge, **constants,
         )  # fmt: skip
         kernels.tiled_key_gradient_kernel[grid](
-            *inputs, dk, dv, tables.cos, tables.sin, part_k, part_v,
+            *inputs, dk, dv, tables.cos, tables.sin, problem.multiplicity, part_k, part_v,
             *strides, *span_sizes, *scales, MERGE=merge, **constants,
         )  # fmt: skip
 
@@ -400,6 +411,21 @@ def _joined_tables(problem: _Problem) -> _Tables:
         return torch.cat([one.expand(batch, -1, -1), other.expand(batch, -1, -1)], dim=1)
 
     return _tables(join(core.cos, patch.cos, 1.0), join(core.sin, patch.sin, 0.0), problem.q)
+
+
+def _all_tokens(problem: _Problem) -> _Problem:
+    """The same with a multiplicity for every token, 1 for the cores."""
+    if problem.multiplicity is None:
+        return problem
+    joined = torch.nn.functional.pad(problem.multiplicity, (problem.num_cores, 0), value=1.0)
+    return dataclasses.replace(problem, multiplicity=joined)
+
+
+def _contiguous(multiplicity: Tensor | None) -> Tensor | None:
+    """[B or 1, N] whose numbers lie side by side."""
+    if multiplicity is None or multiplicity.stride(-1) == 1:
+        return multiplicity
+    return multiplicity.contiguous()
 
 
 def _sum_table_grads(
