@@ -114,8 +114,8 @@ _MULTIPLICITY = "Tensor? multiplicity=None"
 @torch.library.custom_op(
     "veca::core_attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}, SymInt num_cores, float scale, {_MULTIPLICITY})"
-    " -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}, SymInt num_cores, float scale, "
+    f"{_MULTIPLICITY}) -> (Tensor, Tensor)",
 )
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, T, d] and base-2 log-sum-exps [B, H, T] of all rows."""
@@ -161,9 +161,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, core_cos, core_sin, patch_cos, patch_sin, out, lse, multiplicity = (
-        ctx.saved_tensors
-    )
+    q, k, v, core_cos, core_sin, patch_cos, patch_sin, out, lse, multiplicity = ctx.saved_tensors
     table_grad = core_cos is not None and any(ctx.needs_input_grad[3:5])
     tables = (core_cos, core_sin, patch_cos, patch_sin)
     args = (*tables, ctx.num_cores, ctx.scale, table_grad, multiplicity)

@@ -926,7 +926,8 @@ def _tiled_gradient(
 def tiled_query_gradient_kernel(
     q, k, v, do, lse, delta, dq, cos, sin, multiplicity, partial_dq,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, g_b, g_h, g_t, tab_b, tab_t,
-    multiplicity_b, heads, tokens, row_first, row_end, key_end, blocks, splits, span, scale, scale_log2,
+    multiplicity_b,
+    heads, tokens, row_first, row_end, key_end, blocks, splits, span, scale, scale_log2,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATE: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -976,7 +977,8 @@ def tiled_query_gradient_kernel(
 def tiled_key_gradient_kernel(
     q, k, v, do, lse, delta, dk, dv, cos, sin, multiplicity, partial_dk, partial_dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, g_b, g_h, g_t, tab_b, tab_t,
-    multiplicity_b, heads, tokens, key_first, key_end, row_end, blocks, splits, span, scale, scale_log2,
+    multiplicity_b,
+    heads, tokens, key_first, key_end, row_end, blocks, splits, span, scale, scale_log2,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATE: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

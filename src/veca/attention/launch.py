@@ -219,7 +219,8 @@ def _tiled_forward(
             problem.q, problem.k, problem.v, out, lse, tables.cos, tables.sin,
             problem.multiplicity, *(partials or (lse, lse, lse)),
             *problem.input_strides(), *out.stride()[:3], *tables.strides,
-            problem.multiplicity_stride, problem.heads, problem.tokens, first, end, key_end, blocks, splits, span,
+            problem.multiplicity_stride,
+            problem.heads, problem.tokens, first, end, key_end, blocks, splits, span,
             problem.scale_log2,
             D=problem.width, BLOCK_R=block, BLOCK_K=block, ROTATE=tables.given,
             MERGE=partials is not None, PRECISION=problem.precision, **_options(launch),
@@ -467,7 +468,7 @@ def _pick(
         tiled = problem.num_cores > RESIDENT_CORES or line is None
     if launch is None:
         launch = TILED[size, width] if tiled or line is None else problem.cheapest(line)
-        if not _is_hopper(problem.q.device):
+        if _capability(problem.q.device) != (9, 0):
             # Half the shared memory and other tensor cores: what fits and spills least there.
             stages = min(launch.stages, 1 if width == 128 else 2)
             launch = dataclasses.replace(launch, stages=stages, registers=None)
@@ -525,8 +526,9 @@ def _on_device(q: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of the GPU; without one (the interpreter) that of the GPU that asks for least."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
 @functools.cache
