@@ -93,12 +93,13 @@ class Job:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
+        from triton.runtime import driver
 
         target = GPUTarget("cuda", self.arch, 32)
         attributes = {(i,): [["tt.divisibility", 16]] for i in self.divisible}
         source = ASTSource(self.kernel, self.signature, self.constants, attributes)
-        with _pretend(target):
-            done = triton.compile(source, target=target, options=self.options)
+        driver.set_active(_Pretended(target))
+        done = triton.compile(source, target=target, options=self.options)
         registers, stack = _resources(done.asm["cubin"])
         return {
             "arch": f"sm_{self.arch}", "kernel": self.name, "pointers": self.pointers,
@@ -261,21 +262,11 @@ def _widest_channels(found: dict[str, Job]) -> dict[str, Job]:
 # -- compiling -------------------------------------------------------------------------------------
 
 
-class _pretend:
-    """While this is open, kernels that ask which GPU they are compiled for hear of `target`."""
+class _Pretended:
+    """In place of a GPU's driver, for kernels that ask which GPU they are compiled for."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
-
-    def __enter__(self) -> None:
-        from triton.runtime import driver
-
-        driver.set_active(self)
-
-    def __exit__(self, *_: object) -> None:
-        from triton.runtime import driver
-
-        driver.reset_active()
 
     def get_current_target(self) -> Any:
         return self.target

@@ -286,6 +286,7 @@ def test_multiplicity_under_torch_func():
     torch.testing.assert_close(found, torch.autograd.grad(out, q)[0])
 
 
+@pytest.mark.slow
 def test_multiplicity_compiled_exported_and_without_values():
     from torch._subclasses import FakeTensorMode
 

@@ -45,7 +45,10 @@ def test_a_spill_and_too_much_shared_memory_are_faults():
 
 def test_a_fingerprint_sees_code_and_what_it_calls_but_no_comments(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
-    code = '"""Page."""\nSIZE = 3\n\ndef deep(x):\n    return x + SIZE\n\ndef top(x):\n    return deep(x)\n'
+    code = (
+        '"""Page."""\nSIZE = 3\n\ndef deep(x):\n    return x + SIZE\n\n'
+        "def top(x):\n    return deep(x)\n"
+    )
     texts = {
         "same": f"# a remark\n{code}".replace("def top(x):", 'def top(x):\n    """Words."""'),
         "aside": code + "\ndef unused(x):\n    return x\n",

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from veca.attention.knobs import (
     CPU_MULTIPROCESSORS,
-    KNOBS,
     MERGE_ELEMENTS,
     RESIDENT_CORES,
-    TILED,
     Launch,
     choose_splits,
     span_cost,
 )
+from veca.attention.knobs import resident as resident_launches
+from veca.attention.knobs import tiled as tiled_launch
 
 
 class _Tables(NamedTuple):
@@ -462,16 +462,15 @@ def _pick(
     name: str, problem: _Problem, launch: Launch | None, tiled: bool | None
 ) -> tuple[Launch, bool]:
     size, width = problem.q.element_size(), problem.width
-    tables = problem.table_bytes
-    line = KNOBS.get((name, size, width, tables)) or KNOBS.get((name, size, width, tables and size))
+    capability = _capability(problem.q.device)
+    lines = resident_launches(name, size, width, problem.table_bytes, capability)
     if tiled is None:
-        tiled = problem.num_cores > RESIDENT_CORES or line is None
+        tiled = problem.num_cores > RESIDENT_CORES or not lines
     if launch is None:
-        launch = TILED[size, width] if tiled or line is None else problem.cheapest(line)
-        if _capability(problem.q.device) != (9, 0):
-            # Half the shared memory and other tensor cores: what fits and spills least there.
-            stages = min(launch.stages, 1 if width == 128 else 2)
-            launch = dataclasses.replace(launch, stages=stages, registers=None)
+        walk = tiled or not lines
+        launch = tiled_launch(size, width, capability) if walk else problem.cheapest(lines)
+        if problem.multiplicity is not None:  # its weights take registers
+            launch = dataclasses.replace(launch, registers=None)
     return launch, tiled
 
 
@@ -527,8 +526,8 @@ def _on_device(q: Tensor) -> contextlib.AbstractContextManager[object]:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU; without one (the interpreter) that of the GPU that asks for least."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+    """Of the GPU; (0, 0) is the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @functools.cache
