@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 THEIRS = (
-    *("accelerate_tests", "base", "bitsandbytes", "cfg", "compiled", "features", "flash_attn_test"),
-    *("flash_attn_3_test", "flash_attn_4_test", "flex_attention_test", "fxbackward", "fxforward"),
-    *("generate", "sdpa_test", "torch_compile_test", "torchscript", "torch_export_test"),
+    *("accelerate_tests", "backward", "base", "bitsandbytes", "cfg", "cfg_nonstd", "features"),
+    *("flash_attn_test", "flash_attn_3_test", "flash_attn_4_test", "flex_attention_test"),
+    *("fxbackward", "fxforward"),
+    *("forward", "timeout", "torch_compile_test", "torchscript"),
 )
 
 

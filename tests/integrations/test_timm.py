@@ -257,9 +257,16 @@ def test_pretrained_is_what_veca_loads(images, tmp_path, monkeypatch):
     assert torch.equal(net(images)[-1], wanted)
     with pytest.raises(InputError, match=r"192.*384"):
         timm.create_model("veca_small_patch16", pretrained=True, pretrained_cfg_overlay=file)
+    grey = timm.create_model(
+        "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1, num_classes=0
+    ).eval()
+    one = images[:, :1]
+    torch.testing.assert_close(grey(one), plain(one.expand(-1, 3, -1, -1)).cls)
+    veca.save(veca.create_model("tiny", in_channels=4), tmp_path / "four")
+    four = {"file": str(tmp_path / "four")}
     with pytest.raises(InputError, match="in_chans=1"):
         timm.create_model(
-            "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1
+            "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=four, in_chans=1
         )
 
 
