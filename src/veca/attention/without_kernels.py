@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-_WHY = "they come with the package (pip install veca), not with the code beside the weights"
+_WHY = "they come with the package veca, not with the code beside the weights"
 
 
 def unavailable(*_: object) -> str:

@@ -85,6 +85,11 @@ class TimmVeca(nn.Module):
         self.pretrained_cfg = self.default_cfg = pretrained_cfg(config)
 
     @property
+    def in_chans(self) -> int:
+        """Channels of the images."""
+        return self.veca.config.in_channels
+
+    @property
     def num_prefix_tokens(self) -> int:
         """Tokens before the patches: the budget."""
         return check_budget(self.cores, self.veca.config.num_cores)
@@ -327,6 +332,8 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         source: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
         in_chans: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> TimmVeca:
         for ignored in ("img_size", "dynamic_img_size"):  # every size works
@@ -342,7 +349,8 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
                 f"the weights {os.fspath(source)!r} are for {stored.in_channels} channels, got "
                 f"in_chans={in_chans}; leave pretrained out for another number."
             )
-        model = TimmVeca(stored.replace(**changes), **options)
+        with contextlib.nullcontext() if device is None else torch.device(device):
+            model = TimmVeca(stored.replace(**changes), **options).to(dtype=dtype)
         if source is not None:
             weights = load(source).state_dict()
             if "in_channels" in changes:  # colours summed up for grey, repeated for more, as ever

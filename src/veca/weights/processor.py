@@ -19,7 +19,7 @@ AUTO_CLASSES = {
 """transformers' Auto classes, and ours that they find by config.json."""
 _NOTE = (
     "The code of these weights: run it with trust_remote_code=True, or use the package, which "
-    "needs no trust: pip install 'veca[hf]', then import veca.integrations.transformers"
+    "needs no trust: install veca with its extra hf and import veca.integrations.transformers"
 )
 SIDE = 512
 """Height and width by default, in pixels: any images make a batch."""

@@ -68,7 +68,7 @@ def _entry(names: list[str]) -> str:
         "    model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True)",
         "",
         "The package has the same classes, with kernels for GPUs, and asks for no trust:",
-        "pip install 'veca[hf]', then import veca.integrations.transformers.",
+        "install veca with its extra hf, and import veca.integrations.transformers.",
         "",
         _origin(),
         f"The files {_PREFIX}*.py beside this one are its modules under flat names.",
