@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from veca.config import VecaConfig
+from veca.config import DEFAULT_SIZE, VecaConfig
 
 FILE = "preprocessor_config.json"
 TYPE = "VecaImageProcessor"
@@ -21,8 +21,6 @@ _NOTE = (
     "The code of these weights: run it with trust_remote_code=True, or use the package, which "
     "needs no trust: install veca with its extra hf and import veca.integrations.transformers"
 )
-SIDE = 512
-"""Height and width by default, in pixels: any images make a batch."""
 
 
 def processor_settings(config: VecaConfig, *, code: bool = False) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def processor_settings(config: VecaConfig, *, code: bool = False) -> dict[str, A
         **({"auto_map": {"AutoImageProcessor": _in_code(TYPE)}} if code else {}),
         "image_processor_type": TYPE,
         "do_resize": True,
-        "size": {"height": SIDE, "width": SIDE},
+        "size": {"height": DEFAULT_SIZE, "width": DEFAULT_SIZE},
         "fit": "resize",
         "do_rescale": True,
         "do_normalize": True,
