@@ -124,9 +124,9 @@ step on192-sizes "4 minutes on an H200"
 train on192-sizes $LATER/coco-192-on-sizes.toml
 # Small begins here, beside the dense ViT.
 step pair-1 "18 minutes on an H200"
-train pair-1 configs/coco-pair-stage1.toml
+train pair-1 coco-pair-stage1
 step pair-2 "4 minutes on an H200"
-train pair-2 configs/coco-pair-stage2.toml
+train pair-2 coco-pair-stage2
 # Both go on together.
 step again-1 "11 minutes on an H200"
 train again-1 $LATER/coco-again-stage1.toml
