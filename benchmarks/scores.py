@@ -16,7 +16,7 @@ from typing import NamedTuple
 from benchmarks.rows import Rows, read, table
 from veca.cost import cost
 from veca.weights import read_config, read_provenance
-from veca.weights.names import find
+from veca.weights.names import locate
 
 PROBES = {
     "pets-knn": ("Pets, 10-NN %", "top1"),
@@ -99,7 +99,7 @@ def weights(rows: Rows) -> str:
     for name, cores in ((TINY, "64"), (SMALL, "64"), (CONTROL, ""), (TEACHER, "")):
         about = ["", "", ""]
         if name in SHIPPED_WEIGHTS:
-            where = find(name)
+            where = locate(name, ("model.safetensors",))
             megabytes = (where / "model.safetensors").stat().st_size / 1e6
             parameters = cost(read_config(where)).veca.parameters / 1e6
             about = [f"{parameters:.1f} M", f"{megabytes:.1f} MB", SHIPPED_WEIGHTS[name]]
