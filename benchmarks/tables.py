@@ -25,6 +25,7 @@ DOCUMENTS = (
             "choosing-a-budget",
             "embedding",
             "export",
+            "fine-tuning",
             "performance",
             "results",
         )
@@ -203,6 +204,17 @@ def export_speed(rows: Rows) -> str:
     )
 
 
+def finetune(rows: Rows) -> str:
+    columns = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
+    return table(
+        ["cores", *columns],
+        [
+            [r["cores"], *(f"{float(r[name]):.1%}".replace("%", " %") for name in columns)]
+            for r in rows
+        ],
+    )
+
+
 TABLES: dict[str, Table] = {
     "model": ("model", model),
     "attention": ("attention", attention),
@@ -213,6 +225,7 @@ TABLES: dict[str, Table] = {
     "cpu": ("cpu", cpu),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
+    "finetune": ("finetune", finetune),
     "weights": ("probes/shipped", scores.weights),
     "dials": ("cpu", scores.dials),
     "probes": ("probes/shipped", scores.probes),
