@@ -26,7 +26,7 @@ from veca.embed.settings import Settings
 from veca.embed.writers import Result
 from veca.embed.writers.parquet import ParquetWriter, PlannedRow, Shard, ShardRecord
 from veca.errors import BadImageError, DataError, ImageError, VecaError
-from veca.images import MAX_PIXELS, target_size
+from veca.images import pixel_limit, target_size
 from veca.model import Veca
 
 IN_A_ROW = 100
@@ -82,7 +82,7 @@ class Decoder:
     def _target(self, name: str, height: int, width: int) -> tuple[int, int]:
         target = target_size(height, width, self._size, "resize", self._patch)
         # A sliver of 1 x 100,000 pixels with its short side scaled to 224 would be 5 Gpixel.
-        if target[0] * target[1] > MAX_PIXELS:
+        if target[0] * target[1] > pixel_limit():
             raise BadImageError(name, f"{height} x {width} would become {target[0]} x {target[1]}")
         return target
 
