@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from veca.config import VecaConfig
-from veca.images import Preprocessed, Size, Source, preprocess
+from veca.images import ImageTransform, Preprocessed, Size, Source, preprocess
 
 
 class FeatureModel:
@@ -52,6 +52,22 @@ class FeatureModel:
             options: as in `veca.preprocess`; what is given there wins.
         """
         return preprocess(images, size, model=self, **options)
+
+    def transform(
+        self, size: int | tuple[int, int], *, shape: str = "square", max_pixels: int | None = None
+    ) -> ImageTransform:
+        """From one image to the tensor [3, H, W] that this model takes, for a `Dataset`.
+
+        >>> ImageFolder("photos", transform=model.transform(224))
+
+        Args:
+            size: pixels, one number for both sides or (height, width).
+            shape: "square" cuts the middle out of an image of another shape, "squash" takes it
+                whole, "short" keeps its shape and makes the short side `size`.
+            max_pixels: the most that an image may have, as in `veca.images.read_image`.
+        """
+        c = self.config
+        return ImageTransform(size, shape, c.patch_size, c.image_mean, c.image_std, max_pixels)
 
     def __repr__(self) -> str:
         c = self.config

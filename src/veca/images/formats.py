@@ -29,24 +29,8 @@ those of the formats that this machine reads beside them."""
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")
 """What Pillow calls the formats that are always read."""
 
-_VIDEOS = frozenset(
-    [
-        ".mp4",
-        ".m4v",
-        ".mov",
-        ".avi",
-        ".mkv",
-        ".webm",
-        ".mpg",
-        ".mpeg",
-        ".wmv",
-        ".flv",
-        ".ogv",
-        ".3gp",
-        ".mts",
-        ".m2ts",
-    ]
-)
+_VIDEO_SUFFIXES = "mp4 m4v mov avi mkv webm mpg mpeg wmv flv ogv 3gp mts m2ts"
+_VIDEOS = frozenset(f".{suffix}" for suffix in _VIDEO_SUFFIXES.split())
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://|(?P<cut>https?|ftp|s3|gs):/")
 HEADER = 64
 """Bytes at the start of a file that say what kind it is."""

@@ -208,8 +208,8 @@ def check_area(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError(
             f"{height} x {width} is {width * height:,} pixels, more than the limit "
-            f"max_pixels={max_pixels:,}; scale it down, or raise max_pixels (--max-pixels) if you trust "
-            f"the image"
+            f"max_pixels={max_pixels:,}; scale it down, or raise max_pixels (--max-pixels) if you "
+            f"trust the image"
         )
 
 
