@@ -37,7 +37,7 @@ def test_it_is_the_models_own(photo: Path) -> None:
         short = model.transform(48, shape="short")(photo)
         assert torch.equal(short, model.preprocess(photo, 48).pixels[0])
         square = model.transform(48)(photo)
-        # Beside the edges of the middle lie pixels of the image, as where it is scaled and then cut.
+        # The filter sees pixels beyond the edges of the middle, as where one scales and then cuts.
         middle = noise(60, 100).resize((48, 48), Image.Resampling.BICUBIC, box=(20, 0, 80, 60))
         assert torch.equal(square, model.preprocess(middle, (48, 48)).pixels[0])
         assert square.shape == (3, 48, 48) and square.dtype == torch.float32

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,10 @@ class FeatureModel:
     config: VecaConfig
     name: str | None = None
     """What its weights are called, if they have a name; neither stored nor trained."""
+    provenance: Mapping[str, Any] = MappingProxyType({})
+    """Where its weights come from, as stored with them; `veca.save` keeps it."""
+    beside: Mapping[str, bytes] = MappingProxyType({})
+    """Files that lie beside its weights and belong to them, by name; `veca.save` keeps them."""
     _has_cores = True
 
     if TYPE_CHECKING:  # each class has its own way of knowing these
@@ -27,6 +32,10 @@ class FeatureModel:
 
         @property
         def dtype(self) -> torch.dtype: ...
+
+    def take_origin(self, other: FeatureModel) -> None:
+        """Be known as coming from where the weights of `other` come from."""
+        self.provenance, self.beside = other.provenance, other.beside
 
     @property
     def num_features(self) -> int:

@@ -159,7 +159,7 @@ class TestPlot:
 
     def test_without_matplotlib(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(MissingExtraError, match=r"veca\[viz\]"):
+        with pytest.raises(MissingExtraError, match=r"\[viz\]"):
             plot(tmp_path / "d.png", [run()])
 
 

@@ -72,7 +72,7 @@ def test_wrong_input_is_told():
 
 def test_umap_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
-    with pytest.raises(MissingExtraError, match=r"veca\[umap\]"):
+    with pytest.raises(MissingExtraError, match=r"\[umap\]"):
         project([torch.randn(10, 4)], method="umap")
 
 

@@ -85,8 +85,24 @@ def test_an_installed_package_finds_the_clone_it_is_used_in(
     assert find("small") is None
     monkeypatch.chdir(clone)
     assert find("small") == clone / "weights" / NAME
+    deep = clone / "docs" / "images"
+    deep.mkdir(parents=True)
+    monkeypatch.chdir(deep)
+    assert find("small") == clone / "weights" / NAME
     (clone / "pyproject.toml").unlink()  # some folder with weights in it
     assert find("small") is None
+
+
+@pytest.mark.parametrize("name", ["small", "base", "smal"])
+def test_every_place_that_was_looked_in_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "_PACKAGE", tmp_path / "site-packages" / "veca")
+    with pytest.raises(WeightsError) as caught:
+        load(name)
+    package = tmp_path / "site-packages" / "veca" / "assets" / "weights"
+    for place in (package, tmp_path / "work", tmp_path / "cache"):
+        assert str(place) in str(caught.value)
 
 
 def test_other_names(tiny: Veca, places: list[Path]) -> None:
@@ -231,7 +247,10 @@ def test_download(fake: Hub, tiny: Veca, tmp_path: Path, repo: str, revision: An
     assert asked["revision"] == fetched["revision"] == revision
     assert 0 < asked["timeout"] <= 10
     assert 0 < fetched["etag_timeout"] <= 10
-    assert fetched["allow_patterns"] == ["model.safetensors", "config.json", "provenance.json"]
+    assert fetched["allow_patterns"] == [
+        "model.safetensors", "config.json", "provenance.json", "targets.safetensors",
+        "heads.safetensors",
+    ]  # fmt: skip
     assert fetched["local_files_only"] is False
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca._util import files
+from veca._util.extras import upgrade_advice
 from veca._util.settings import flat
 from veca.distill.config import DistillConfig
 from veca.distill.schedule import TrainingPlan
@@ -177,7 +178,7 @@ def read(path: Path) -> TrainingCheckpoint:
         if version > FORMAT_VERSION:
             raise DistillError(
                 f"checkpoint {path} has format version {version}, this veca reads up to "
-                f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+                f"{FORMAT_VERSION}; {upgrade_advice()}."
             )
         sections = {}
         for file in sorted(path.glob("*.safetensors")):
