@@ -7,7 +7,8 @@ Nothing here knows of the web or keeps anything between calls; what belongs to o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from veca.checks import check_budget
 from veca.cost import Cost, cost
 from veca.embed.writers.files import write_features
 from veca.errors import ImageError
-from veca.images import read_image, target_size
+from veca.images import pixel_limit, read_image, target_size
 from veca.viz.attention import core_panel
 from veca.viz.colour import heat
 from veca.viz.cores import path_lengths, path_panel
@@ -39,7 +40,7 @@ class Limits:
     """What an upload may be."""
 
     file_bytes: int = 25 * 2**20
-    pixels: int = 50_000_000
+    pixels: int = field(default_factory=partial(pixel_limit, 50_000_000))
     patches: int = 16_384
     """Of the image that the model sees: a long thin photo has many at any short side."""
     height: int = 384

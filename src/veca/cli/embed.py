@@ -110,7 +110,7 @@ def embed(
         typer.echo("veca: --batch is now called --batch-size", err=True)
         batch_size = batch
     images = images_for(place_for(out), sources, overwrite=overwrite)
-    say_passed_over(getattr(images, "passed_over", {}))
+    say_passed_over(images)
     with progress_bar("embedding", console) as update:
         report = embed_collection(
             images,

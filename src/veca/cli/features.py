@@ -75,7 +75,7 @@ def features(
     wanted = [part.strip() for part in what.split(",") if part.strip()]
     pixels = parse_size(size)
     images = open_images(sources)  # before the weights: they may take a download
-    say_passed_over(getattr(images, "passed_over", {}))
+    say_passed_over(images)
     if threads is not None:
         torch.set_num_threads(threads)
     model, _ = load_model(weights, pick_device(device), precision)

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from veca.cli.common import Device, console, pick_device, writable_folder
+from veca.cli.common import Device, console, find_photos, pick_device, writable_folder
 
 
 def quickstart(
@@ -30,9 +30,8 @@ def quickstart(
 ) -> None:
     """Run photos at every budget, time them beside a dense ViT, and write a page of pictures."""
     from veca import quickstart as library
-    from veca.images import find_images
 
-    sources = find_images([str(p) for p in photos]) if photos else None
+    sources = find_photos([str(p) for p in photos]) if photos else None
     place = pick_device(device)
     with console.status("loading") as status, writable_folder(out) as folder:
         result = library.quickstart(

@@ -12,6 +12,7 @@ from veca.cli.common import (
     ShownSize,
     Threads,
     console,
+    find_photos,
     parse_numbers,
     parse_size,
     pick_device,
@@ -89,7 +90,6 @@ def viz(
 
     from veca import viz as library
     from veca.errors import suggest
-    from veca.images import find_images
     from veca.viz import numbers
     from veca.viz.catalogue import is_file_name, output_format
     from veca.viz.default_weights import FRESH, load_or_fresh
@@ -106,7 +106,7 @@ def viz(
     }
     shorts = parse_numbers(sizes, "--sizes")
     library.Options(kind=kind, method=colours)  # both are checked before the weights are read
-    files, pixels = find_images(photos), parse_size(size)
+    files, pixels = find_photos(photos), parse_size(size)
     if threads is not None:
         torch.set_num_threads(threads)
     name, model, fresh = load_or_fresh(weights, pick_device(device))

@@ -82,15 +82,20 @@ LOUD = 0.05
 """Files of a kind that is not read that make up more of a folder than this are no side matter."""
 
 
-def left_out(others: Mapping[str, int], images: int) -> str | None:
-    """A sentence about files that are passed over, if any kind of them is a large part of all.
+def large_kinds(others: Mapping[str, int], images: int) -> dict[str, int]:
+    """Those kinds of files passed over, by suffix, that are a large part of all the files.
 
     Args:
-        others: how many there are, by suffix.
+        others: how many files are passed over, by suffix.
         images: how many images there are beside them.
     """
     total = images + sum(others.values())
-    many = {suffix: number for suffix, number in others.items() if number > LOUD * total}
+    return {suffix: number for suffix, number in others.items() if number > LOUD * total}
+
+
+def left_out(others: Mapping[str, int], images: int) -> str | None:
+    """A sentence about `large_kinds`, if there are any."""
+    total, many = images + sum(others.values()), large_kinds(others, images)
     if not many:
         return None
     share = f"{sum(many.values()):,} of {total:,} files ({sum(many.values()) / total:.0%})"

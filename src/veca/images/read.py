@@ -70,11 +70,11 @@ def read_image(source: Source, *, max_pixels: int | None = None) -> Image.Image:
     return read_named(source, name_of(source), checked_limit(max_pixels))
 
 
-def pixel_limit() -> int:
-    """The most pixels of an image where no limit is given: $VECA_MAX_PIXELS or `MAX_PIXELS`."""
+def pixel_limit(default: int = MAX_PIXELS) -> int:
+    """The most pixels of an image where no limit is given: $VECA_MAX_PIXELS, or the default."""
     text = os.environ.get(MAX_PIXELS_VARIABLE)
     if text is None:
-        return MAX_PIXELS
+        return default
     return positive(int(text) if text.isascii() and text.isdigit() else text, MAX_PIXELS_VARIABLE)
 
 

@@ -67,7 +67,7 @@ def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) 
     if isinstance(source, str) and hub.is_repo(text):
         return hub.download(text, wanted)
     raise WeightsError(
-        f"there is no {path}; check the path, or give a name ({', '.join(_known())}) or a hub id "
+        f"there is no {text}; check the path, or give a name ({', '.join(_known())}) or a hub id "
         "such as owner/name."
     )
 

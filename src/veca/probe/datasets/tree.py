@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from veca.errors import DatasetError
-from veca.images import extensions
+from veca.images import check_name, extensions
 
 if TYPE_CHECKING:
     from veca.probe.datasets.base import DatasetInfo
@@ -30,6 +30,7 @@ class Tree:
         self.passed_over: Counter[str] = Counter()
         """Files beside the images of folders that were listed by `images`, by suffix."""
         self._names: dict[str, frozenset[str]] = {}
+        check_name(root, DatasetError)
         if not root.is_dir():
             fault = "is a file" if root.exists() else "no such folder"
             raise DatasetError(
