@@ -179,6 +179,6 @@ def _check_size(size: int | tuple[int, int], patch: int) -> tuple[int, int]:
         )
         raise InputError(
             f"size must be one side or (height, width) in pixels, multiples of the patch size "
-            f"{patch}; got {size!r}{f', near {near[0]} and {near[1]}' if near else ''}."
+            f"{patch}; got {size!r}{f'; the nearest are {near[0]} and {near[1]}' if near else ''}."
         )
     return sides[0], sides[1]

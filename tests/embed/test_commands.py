@@ -45,10 +45,10 @@ def test_embed_again_and_again(run, images, tmp_path):
 
 
 def test_files_that_are_no_images_are_counted(run, images):
-    (images / "a.heic").touch()
+    (images / "a.nef").touch()
     code, said = run()
     assert code == 0
-    assert said.startswith("passed over 1 file of kinds that are not read: 1 .heic 30 images")
+    assert said.startswith("passed over 1 file of kinds that are not read: 1 .nef 30 images")
 
 
 def test_search(run, images, tmp_path, capsys):

@@ -1,8 +1,13 @@
-"""Numbers as a user writes them in an option."""
+"""Numbers as a user writes them in an option, and as we write them to a user."""
 
 from __future__ import annotations
 
 from veca.errors import InputError
+
+
+def count(number: int, what: str, several: str | None = None) -> str:
+    """'1 image', '2,000 images', '2 entries'."""
+    return f"{number:,} {what if number == 1 else several or what + 's'}"
 
 
 def parse_numbers(text: str, what: str) -> list[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 from rich.console import Console
 
+from veca._util.numbers import count as count
 from veca._util.numbers import parse_numbers as parse_numbers
 from veca.errors import InputError, OutputError
 
@@ -72,11 +73,6 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     raise InputError(
         f"a size is a number (the short side, in pixels), HEIGHTxWIDTH or 'native'; got {text!r}."
     )
-
-
-def count(number: int, what: str) -> str:
-    """'1 image', '2,000 images'."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def say_passed_over(images: ImageSource) -> None:

@@ -14,6 +14,7 @@ from veca.cli.common import (
     Threads,
     Weights,
     console,
+    count,
     parse_size,
     pick_device,
     say_passed_over,
@@ -104,7 +105,7 @@ def features(
         console.print(said, style="yellow", markup=False, soft_wrap=True)
     if len(summary.failed) > _SHOWN_FAILURES:
         console.print(f"... and {len(summary.failed) - _SHOWN_FAILURES} more", style="yellow")
-    parts = [f"{summary.computed} images"]
+    parts = [count(summary.computed, "image")]
     if summary.reused:
         parts.append(f"{summary.reused} there already")
     if summary.failed:

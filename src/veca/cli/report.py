@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import console
+from veca.cli.common import console, count
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
     if found.missing_plots:
         console.print(f"no plots: {found.missing_plots}", markup=False, soft_wrap=True)
     console.print(
-        f"{runs} runs, {len(found.groups)} comparisons -> {found.page}",
+        f"{count(runs, 'run')}, {count(len(found.groups), 'comparison')} -> {found.page}",
         markup=False,
         soft_wrap=True,
     )

@@ -280,10 +280,10 @@ def _listed(names: list[str], folder: Path, what: str, *, look_at: int = _LOOKED
     # counted later. A list read from the wrong place, though, should be known at once.
     looked_at = np.unique(np.linspace(0, len(source) - 1, look_at).astype(int))
     if not any(Path(source.name(int(i))).exists() for i in looked_at):
-        raise DataError(
-            f"{what}: none of the {len(looked_at)} files looked at exists, such as "
-            f"{source.name(0)}; paths are taken relative to {source.folder}."
-        )
+        fault = f"none of the {len(looked_at)} files looked at exists, such as {source.name(0)}"
+        if len(source) == 1:
+            fault = f"there is no file {source.name(0)}"
+        raise DataError(f"{what}: {fault}; paths are taken relative to {source.folder}.")
     return source
 
 

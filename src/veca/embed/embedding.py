@@ -15,6 +15,7 @@ import torch
 
 from veca._util.extras import require
 from veca._util.files import place_for, printable
+from veca._util.numbers import count
 from veca._util.threads import batches_at_once
 from veca.checks import check_model
 from veca.data import pool
@@ -182,7 +183,7 @@ def embed(
         state.write_failures()
     if not state.images:
         raise ImageError(
-            f"none of {plan.images} images could be read; {folder / FAILURES} says why."
+            f"none of {count(plan.images, 'image')} could be read; {folder / FAILURES} says why."
         )
     return EmbedReport(
         out=folder,

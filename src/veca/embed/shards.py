@@ -83,7 +83,11 @@ class Decoder:
         target = target_size(height, width, self._size, "resize", self._patch)
         # A sliver of 1 x 100,000 pixels with its short side scaled to 224 would be 5 Gpixel.
         if target[0] * target[1] > pixel_limit():
-            raise BadImageError(name, f"{height} x {width} would become {target[0]} x {target[1]}")
+            raise BadImageError(
+                name,
+                f"{height} x {width} would become {target[0]} x {target[1]}, more than the limit "
+                f"max_pixels={pixel_limit():,}",
+            )
         return target
 
     @staticmethod

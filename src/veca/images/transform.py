@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca._util.numbers import count
 from veca.errors import ImageError, check_choice
 from veca.images.fit import (
     FITS,
@@ -183,7 +184,9 @@ def preprocess(
     if not batch and not skipped:
         raise ImageError("no images given; expected at least one")
     if not batch:
-        raise ImageError(f"none of {len(skipped)} images can be read; the first: {skipped[0][1]}")
+        raise ImageError(
+            f"none of {count(len(skipped), 'image')} can be read; the first: {skipped[0][1]}"
+        )
     grid = (batch[0].shape[1] // patch, batch[0].shape[2] // patch)
     return Preprocessed(torch.stack(batch), grid, names, originals, valids[0], boxes, skipped)
 

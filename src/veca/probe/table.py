@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from veca._util.files import atomic_write_text
+from veca._util.numbers import count
 from veca.probe.intervals import Interval
 from veca.probe.record import Row, Run, write_run
 
@@ -186,7 +187,7 @@ def machine_line(run: Run) -> str:
     return (
         f"{device}; torch {m['torch']}, veca {m['veca']}, Python {m['python']}; {m['date']}; "
         f"{seconds['total']:.0f} s, {seconds['features']:.0f} s of them for features "
-        f"({run.cache['decoded']:,} images decoded)."
+        f"({count(run.cache['decoded'], 'image')} decoded)."
     )
 
 
