@@ -9,6 +9,10 @@ from typing import Any
 
 from veca.errors import ConfigError, check_choice, suggest
 
+DEFAULT_SIZE = 512
+"""Pixels: the short side that images are scaled to wherever no size is asked for, and both sides
+where one shape must make a batch. What needs another (probe protocols, training) says so."""
+
 
 @dataclasses.dataclass(frozen=True)
 class VecaConfig:

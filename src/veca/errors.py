@@ -15,6 +15,10 @@ class VecaError(Exception):
     """Base of every error this package raises on purpose."""
 
 
+class VecaWarning(UserWarning):
+    """Something that works and may not be what was meant; one line on the command line."""
+
+
 class ConfigError(VecaError, ValueError):
     """A configuration that does not describe a model."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from veca.config import VecaConfig
+from veca.config import DEFAULT_SIZE, VecaConfig
 from veca.images import ImageTransform, Preprocessed, Size, Source, preprocess
 
 
@@ -53,7 +53,7 @@ class FeatureModel:
         return self.config.patch_size
 
     def preprocess(
-        self, images: Source | Iterable[Source], size: Size = None, **options: Any
+        self, images: Source | Iterable[Source], size: Size = DEFAULT_SIZE, **options: Any
     ) -> Preprocessed:
         """Images as this model wants them: `veca.preprocess` with its mean, deviation and patches.
 
@@ -63,7 +63,11 @@ class FeatureModel:
         return preprocess(images, size, model=self, **options)
 
     def transform(
-        self, size: int | tuple[int, int], *, shape: str = "square", max_pixels: int | None = None
+        self,
+        size: int | tuple[int, int] = DEFAULT_SIZE,
+        *,
+        shape: str = "square",
+        max_pixels: int | None = None,
     ) -> ImageTransform:
         """From one image to the tensor [3, H, W] that this model takes, for a `Dataset`.
 

@@ -277,7 +277,7 @@ def test_pictures_are_normalised_as_the_weights_want(tmp_path):
     assert data_config(mean=(0.1, 0.2, 0.3))["mean"] == (0.1, 0.2, 0.3)  # asked for
 
     veca.save(veca.create_model("tiny", in_channels=4), tmp_path)
-    assert data_config()["input_size"] == (4, 256, 256)
+    assert data_config()["input_size"] == (4, 512, 512)
 
 
 @needs_timm

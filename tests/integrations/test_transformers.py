@@ -461,7 +461,7 @@ def test_options_that_are_done_anyway_or_by_the_call(photo):
 
     narrow = np.asarray(photo.resize((32, 3)))  # [3, 32, 3]: either side could be the colours
     found = processor(narrow, fit="pad", input_data_format="channels_last").pixel_values
-    assert torch.equal(found, veca.preprocess(narrow, fit="pad").pixels)
+    assert torch.equal(found, veca.preprocess(narrow, size=None, fit="pad").pixels)
 
 
 def test_the_processor_is_saved_and_found(saved, tmp_path):

@@ -11,9 +11,12 @@ import errno
 import itertools
 import json
 import os
+import platform
+import re
 import secrets
 import stat
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,6 +82,13 @@ def printable(name: str) -> str:
     return text.decode("utf-8", "backslashreplace")
 
 
+def one_line(name: str) -> str:
+    """A path or message on one line of a list or a terminal: what breaks or hides it is escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in printable(name)
+    )
+
+
 def place_for(out: str | os.PathLike[str]) -> Path:
     """The path that a caller wants something written to; "" would be the current folder."""
     if not os.fspath(out):
@@ -93,7 +103,7 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
     For writers that want a file name; `atomic_write` is simpler for everything else.
     """
     target = _target(path)
-    name = f"{_stem(target)}{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    name = f"{_stem(target)}{os.getpid()}-{_machine()}{secrets.token_hex(4)}.tmp"
     temporary = target.with_name(name)
     with contextlib.ExitStack() as stack:
         with output_errors(path):
@@ -107,6 +117,39 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+_LEFT = re.compile(r"\..*\.(?P<process>\d+)-(?P<machine>[0-9a-f]{8})?[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+def remove_leftovers(paths: Iterable[Path]) -> None:
+    """Remove, among `paths`, the temporary files of processes that were killed.
+
+    Those of processes that run, and those of other machines, stay.
+    """
+    for path in paths:
+        found = _LEFT.fullmatch(path.name)
+        here = found is not None and found["machine"] in (None, _machine())
+        if found is not None and here and not _runs(int(found["process"])):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _machine() -> str:
+    """Eight digits that tell machines apart which share a folder."""
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _runs(process: int) -> bool:
+    if process == os.getpid() or os.name != "posix":  # elsewhere nobody can be asked
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 @contextlib.contextmanager

@@ -9,13 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 from rich.console import Console
 
 from veca._util.numbers import count as count
 from veca._util.numbers import parse_numbers as parse_numbers
+from veca.config import DEFAULT_SIZE
 from veca.errors import InputError, OutputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,52 @@ console = Console()
 
 Weights = Annotated[str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")]
 Cores = Annotated[int | None, typer.Option(help="The budget.", show_default="all the model has")]
-ShownSize = Annotated[str, typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.")]
+_SIZE = "Short side in pixels, HEIGHTxWIDTH, or native."
+ShownSize = Annotated[str, typer.Option(help=_SIZE)]
+StoredSize = Annotated[
+    str | None, typer.Option(help=_SIZE, show_default=f"{DEFAULT_SIZE}, or that of OUT")
+]
+"""Of what goes into a folder, which may have a size already."""
+Images = Annotated[
+    list[str],
+    typer.Argument(
+        help="Image files, folders (with subfolders), .txt lists, .tar shards and patterns."
+    ),
+]
+What = Annotated[str, typer.Option(help="cls (the global embedding), patches, or both.")]
+_WIDTH = (
+    "native: features before the output projection, as wide as the network. projected: after it, "
+    "as wide as the teacher."
+)
+Width = Annotated[
+    str | None,
+    typer.Option(
+        help=f"{_WIDTH} mixed: cls projected, patches native.",
+        show_default="mixed, or that of OUT",
+    ),
+]
+ProbeWidth = Annotated[str | None, typer.Option(help=_WIDTH, show_default="protocol's")]
+Pca = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Reduce features to so many numbers, by PCA of the first images.",
+        show_default="none, or that of OUT",
+    ),
+]
+Dtype = Annotated[str, typer.Option(help="Of the written features: float16, float32.")]
+Precision = Annotated[
+    str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
+]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Start over: remove what earlier runs wrote to OUT.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto: the best there is.")]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads to use.", show_default="torch's choice")
@@ -73,6 +119,26 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
     raise InputError(
         f"a size is a number (the short side, in pixels), HEIGHTxWIDTH or 'native'; got {text!r}."
     )
+
+
+def parse_stored_size(text: str | None) -> int | tuple[int, int] | Literal["auto"] | None:
+    """As `parse_size`; what was not given is "auto"."""
+    return "auto" if text is None else parse_size(text)
+
+
+def parse_what(text: str) -> list[str]:
+    """'cls,patches' -> ["cls", "patches"]."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def renamed(old: str, new: str) -> None:
+    """Say that an option of 0.1 has another name now."""
+    typer.echo(f"veca: {old} is now called {new}", err=True)
+
+
+def say_estimate(estimate: object) -> None:
+    """What a run will take, in a line of its own before it starts."""
+    console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
 
 
 def say_passed_over(images: ImageSource) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from veca.cli.bench import bench
+from veca.cli.cache import cache
 from veca.cli.common import takes_max_pixels
 from veca.cli.demo import demo
 from veca.cli.distill import distill
@@ -26,7 +29,7 @@ from veca.cli.quickstart import quickstart
 from veca.cli.report import report
 from veca.cli.search import search
 from veca.cli.viz import viz
-from veca.errors import InputError, VecaError, suggest
+from veca.errors import InputError, VecaError, VecaWarning, suggest
 
 
 class _Switches:
@@ -88,6 +91,7 @@ for command in (
     *(pack, distill, probe, report),
     *(embed, search),
     *(bench, export, import_, publish),
+    *(cache,),
 ):
     run = takes_max_pixels(command) if command in _READ_IMAGES else command
     app.command(name=command.__name__.rstrip("_"), cls=_Command)(run)
@@ -125,6 +129,8 @@ def _options(
 def main(args: list[str] | None = None) -> int:
     """Run the command line; bad input is one line on stderr and exit code 2."""
     args = sys.argv[1:] if args is None else args
+    shown = warnings.showwarning
+    warnings.showwarning = _one_line(shown)
     try:
         result = app(args or ["--help"], prog_name="veca", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
@@ -133,7 +139,21 @@ def main(args: list[str] | None = None) -> int:
         return _fail(error.format_message(), 2)
     except VecaError as error:
         return _fail(str(error), 2)
+    finally:
+        warnings.showwarning = shown
     return result if isinstance(result, int) else 0
+
+
+def _one_line(show: Callable[..., None]) -> Callable[..., None]:
+    """What shows our warnings as they are meant to be read, and all others as `show` does."""
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, VecaWarning):
+            print(f"veca: {' '.join(str(message).split())}", file=sys.stderr)
+        else:
+            show(message, category, *where, **more)
+
+    return shown
 
 
 def _fail(message: str, code: int) -> int:

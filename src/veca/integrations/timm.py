@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from veca._util.extras import require
 from veca.checks import check_blocks, check_budget
-from veca.config import PRESETS, VecaConfig
+from veca.config import DEFAULT_SIZE, PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
 from veca.model import Veca
 from veca.weights import load, names, read_config
@@ -258,7 +258,7 @@ class TimmVeca(nn.Module):
 
 def pretrained_cfg(config: VecaConfig) -> dict[str, Any]:
     """What timm's data pipeline wants to know."""
-    side = 16 * config.patch_size
+    side = DEFAULT_SIZE // config.patch_size * config.patch_size
     return {
         "input_size": (config.in_channels, side, side),
         "fixed_input_size": False,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from veca.config import VecaConfig
+from veca.config import DEFAULT_SIZE, VecaConfig
 
 FILE = "preprocessor_config.json"
 TYPE = "VecaImageProcessor"
-SIDE = 512
-"""Height and width by default, in pixels: any images make a batch."""
 
 
 def processor_settings(config: VecaConfig) -> dict[str, Any]:
@@ -17,7 +15,7 @@ def processor_settings(config: VecaConfig) -> dict[str, Any]:
     return {
         "image_processor_type": TYPE,
         "do_resize": True,
-        "size": {"height": SIDE, "width": SIDE},
+        "size": {"height": DEFAULT_SIZE, "width": DEFAULT_SIZE},
         "fit": "resize",
         "do_rescale": True,
         "do_normalize": True,
