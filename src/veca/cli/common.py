@@ -170,24 +170,24 @@ def _parts(images: ImageSource) -> Iterator[ImageSource]:
 
 def _say_large_kinds(others: Mapping[str, int], images: int, where: str = "") -> dict[str, int]:
     """Say which kinds of files make up much of a folder; the others are returned."""
-    from veca._util.files import printable
+    from veca._util.files import one_line
     from veca.images.find import large_kinds, left_out
 
     said = left_out(others, images)
     if said is not None:
-        text = printable(f"warning: {where}{said}")
+        text = one_line(f"warning: {where}{said}")
         console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
     large = large_kinds(others, images)
     return {suffix: number for suffix, number in others.items() if suffix not in large}
 
 
 def _say_small_kinds(others: Mapping[str, int]) -> None:
-    from veca._util.files import printable
+    from veca._util.files import one_line
     from veca.images.find import kinds
 
     if others:
         total = count(sum(others.values()), "file")
-        said = printable(f"passed over {total} of kinds that are not read: {kinds(others)}")
+        said = one_line(f"passed over {total} of kinds that are not read: {kinds(others)}")
         console.print(said, markup=False, highlight=False, soft_wrap=True)
 
 

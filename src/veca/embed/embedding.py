@@ -212,9 +212,9 @@ def embed(
             reduction.save(folder / PCA_FILE)
         state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
         if state.left:
-            count = sum(shard.stop - shard.start for shard in state.left)
+            left = sum(shard.stop - shard.start for shard in state.left)
             if on_estimate is not None:
-                on_estimate(estimate(images, count, settings.to_dict(), settings.what))
+                on_estimate(estimate(images, left, settings.to_dict(), settings.what))
             records = _engine(
                 engine,
                 state,
