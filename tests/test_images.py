@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
@@ -1056,3 +1057,54 @@ def test_every_extension_is_lower_case_and_opens(tmp_path: Path) -> None:
     for suffix in EXTENSIONS:
         image = Image.new("1" if suffix == ".pbm" else "RGB", (4, 4))
         assert read_image(save(tmp_path / f"a{suffix}", image)).size == (4, 4)
+
+
+def test_a_png_is_read_only_if_all_its_checksums_hold(tmp_path: Path) -> None:
+    """Pillow looks neither at those of the pixels nor at those of what follows them."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    good = encode(noise(20, 30).convert("RGBA"), "PNG", exif=exif)
+    assert read_image(good).size == (20, 30)
+    places = [good.index(kind) for kind in (b"IHDR", b"IDAT", b"IEND", b"eXIf")]
+    for place in places:
+        length = int.from_bytes(good[place - 4 : place], "big")
+        end = place + 4 + length
+        for at in (end, end + 3):  # the recorded checksum; what it is of, Pillow mostly sees
+            damaged = bytearray(good)
+            damaged[at] ^= 1
+            (tmp_path / "x.png").write_bytes(damaged)
+            with pytest.raises(ImageError, match=r"x\.png"):
+                read_image(tmp_path / "x.png")
+    for cut in range(1, 13):
+        with pytest.raises(ImageError, match="decoded"):
+            read_image(good[:-cut])
+    assert read_image(good + b"more").size == (20, 30)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "TIFF", "BMP", "WEBP", "PPM", "PNG"])
+def test_every_truncation_that_changes_pixels_is_seen(format: str) -> None:
+    data = encode(noise(24, 40), format)
+    wanted = read_image(data).tobytes()
+    for length in range(1, len(data), 7):
+        with contextlib.suppress(ImageError):
+            assert read_image(data[:length]).tobytes() == wanted
+
+
+def test_a_webp_takes_more_memory_and_may_be_less_large() -> None:
+    data = encode(noise(20, 30), "WEBP")
+    assert read_image(data, max_pixels=1050).size == (30, 20)
+    with pytest.raises(ImageError, match="pixels"):
+        read_image(data, max_pixels=1049)
+    assert read_image(encode(noise(20, 30), "PNG"), max_pixels=600).size == (30, 20)
+
+
+def test_the_source_is_not_changed_and_the_result_knows_no_file(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 3
+    path = save(tmp_path / "x.jpg", noise(20, 30), exif=exif)
+    with Image.open(path) as opened:
+        before = opened.copy()
+        assert read_image(opened).tobytes() != before.tobytes()
+        assert opened.tobytes() == before.tobytes() and opened.getexif()[ORIENTATION] == 3
+    assert type(read_image(path)) is Image.Image
+    assert type(read_image(encode(noise(20, 30), "PNG"))) is Image.Image

@@ -614,7 +614,7 @@ def test_a_name_that_is_no_text(embed, tmp_path):
 
 
 def test_a_sliver_is_a_failure_and_not_a_giant(embed, images, tmp_path, monkeypatch):
-    monkeypatch.setattr("veca.embed.shards.MAX_PIXELS", 20_000)
+    monkeypatch.setenv("VECA_MAX_PIXELS", "20000")
     (images / "0" / "sliver.png").write_bytes(encoded(picture(0, 4, 200)))
     report = embed(images, tmp_path / "out", size=32)
     assert (report.images, report.failed) == (30, 1)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -683,3 +684,13 @@ def test_bad_options_are_refused_before_anything_is_written(
     with pytest.raises(error, match=noun):
         extract(model, **{"sources": photos, "out": "out", "size": 32, **change})
     assert files_in(tmp_path / "here") == []
+
+
+def test_a_small_file_of_features_that_unpacks_to_gigabytes(tmp_path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("cls.npy", bytes(200 * 2**20))
+    assert (tmp_path / "x.npz").stat().st_size < 2**20
+    with pytest.raises(InputError, match="unpack"):
+        read_features(tmp_path / "x.npz")
+    np.savez_compressed(tmp_path / "y.npz", cls=np.zeros(10), settings="x")  # an honest one
+    assert read_features(tmp_path / "y.npz")["settings"] == "x"

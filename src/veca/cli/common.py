@@ -7,12 +7,14 @@ import functools
 import inspect
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from veca._util.numbers import count as count
 from veca._util.numbers import parse_numbers as parse_numbers
@@ -49,7 +51,7 @@ Width = Annotated[
     str | None,
     typer.Option(
         help=f"{_WIDTH} mixed: cls projected, patches native.",
-        show_default="mixed, or that of OUT",
+        show_default="projected, or that of OUT",
     ),
 ]
 ProbeWidth = Annotated[str | None, typer.Option(help=_WIDTH, show_default="protocol's")]
@@ -149,6 +151,28 @@ def say_passed_over(images: ImageSource) -> None:
         folder = getattr(part, "folder", None)
         rest.update(_say_large_kinds(others, len(part), "" if folder is None else f"{folder}: "))
     _say_small_kinds(rest)
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table with long texts: as it is, or with all but the first column below each other.
+
+    The second form is for terminals in which the columns would be a word wide.
+    """
+    wide = console.width >= 130
+    table = Table(show_lines=True)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:] if wide else ["about it"]:
+        table.add_column(name, overflow="fold")
+    for first, *rest in ([escape(text) for text in row] for row in rows):
+        named = zip(columns[1:], rest, strict=True)
+        lines = [f"{name}:\n{text}" if "\n" in text else f"{name}: {text}" for name, text in named]
+        table.add_row(first, *(rest if wide else ["\n".join(lines)]))
+    console.print(table, markup=False, highlight=False)
+
+
+def say(line: str) -> None:
+    """A line as it is: nothing coloured, nothing taken for markup, not wrapped."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def find_photos(sources: Sequence[str]) -> list[Path]:

@@ -15,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from veca.cli.bench import bench
 from veca.cli.cache import cache
 from veca.cli.common import takes_max_pixels
+from veca.cli.datasets import datasets
 from veca.cli.demo import demo
 from veca.cli.distill import distill
 from veca.cli.embed import embed
@@ -26,6 +27,7 @@ from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
 from veca.cli.quickstart import quickstart
+from veca.cli.recipes import recipes
 from veca.cli.report import report
 from veca.cli.search import search
 from veca.cli.viz import viz
@@ -88,7 +90,7 @@ _UsageError: Any = typer.BadParameter.__base__
 _READ_IMAGES = {quickstart, features, viz, demo, pack, distill, probe, embed, search}
 for command in (
     *(quickstart, info, features, viz, demo),
-    *(pack, distill, probe, report),
+    *(pack, recipes, distill, datasets, probe, report),
     *(embed, search),
     *(bench, export, import_, publish),
     *(cache,),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 import tarfile
@@ -25,24 +24,29 @@ from PIL import features
 from veca._util.files import (
     atomic_write_json,
     atomic_write_text,
+    check_fields,
     commit,
     exclusive,
     one_line,
     output_errors,
     place_for,
     printable,
+    read_json,
     temporary_beside,
 )
 from veca._util.numbers import parse_bytes
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import BadImageError, DataError, OutputError, check_choice
+from veca.errors import BadImageError, DataError, OutputError, check_choice, shown
 
 MANIFEST, FAILURES = "manifest.json", "failures.txt"
 FORMATS = {"jpeg": ".jpg", "webp": ".webp"}
 _LAYOUT = "veca-shards-1"
 _LOCK = ".pack.lock"
+_MANIFEST = {"settings": dict, "complete": bool, "next": int, "shards": list, "failures": list}
+_SHARD_ENTRY = {"file": str, "bytes": int, "images": int, "first": int, "stop": int}
+_FAILURE = {"index": int, "name": str, "reason": str}
 _CHUNK = 16  # images a worker handles at a time
 _BLOCK = 512
 _TAIL = 2 * _BLOCK  # the end mark of a tar file
@@ -300,20 +304,27 @@ class _Packer:
                 "settings": self.settings, "complete": False, "next": 0, "shards": [],
                 "failures": [],
             }  # fmt: skip
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-            found, shards = manifest["settings"], manifest["shards"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}); remove the folder, or choose another."
-            ) from error
+        manifest = read_json(path, DataError)
+        check_fields(manifest, _MANIFEST, path, DataError)
+        found, shards = manifest["settings"], manifest["shards"]
         for name, wanted in self.settings.items():
             if found.get(name) != wanted:
                 what = "the source has changed" if name in ("source", "images") else f"its {name}"
                 raise DataError(
-                    f"{self.folder} was packed differently: {what} ({found.get(name)!r} then, "
+                    f"{self.folder} was packed differently: {what} ({shown(found.get(name))} then, "
                     f"{wanted!r} now); choose another folder, or remove this one to start afresh."
                 )
+        for what, kinds in (("shards", _SHARD_ENTRY), ("failures", _FAILURE)):
+            for place, entry in enumerate(manifest[what]):
+                where = f"{path}: {what}.{place}"
+                check_fields(entry if isinstance(entry, dict) else {}, kinds, where, DataError)
+        numbers = [n for entry in shards for n in (entry["first"], entry["stop"])]
+        numbers = [0, *numbers, manifest["next"], len(self.encoder.source)]
+        if numbers != sorted(numbers):
+            raise DataError(
+                f"{path}: the images that its shards and 'next' name do not follow one another; "
+                "remove the folder, or choose another."
+            )
         whole = 0
         while whole < len(shards) and self._is_there(shards[whole]):
             whole += 1

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from veca._util.memory import is_out_of_memory
 from veca._util.numbers import count
+from veca._util.room import one_by_one
 from veca._util.threads import compute_pool
 from veca.config import VecaConfig
 from veca.errors import InputError, VecaError, check_choice
@@ -54,6 +55,11 @@ def read_ahead(
         ahead: answers that may wait, at most.
         nbytes: the size of an answer; when `HOLD_BYTES` wait, no more are begun.
     """
+
+    def read_one(job: Job) -> Answer:
+        with one_by_one():
+            return read(job)
+
     waiting: deque[Future[Answer]] = deque()
     left = iter(jobs)
     with ThreadPoolExecutor(workers, "veca-read") as pool:
@@ -64,7 +70,7 @@ def read_ahead(
                 held = sum(nbytes(future.result()) for future in ready)
                 while len(waiting) < ahead and held < HOLD_BYTES:
                     try:
-                        waiting.append(pool.submit(read, next(left)))
+                        waiting.append(pool.submit(read_one, next(left)))
                     except StopIteration:
                         break
                 if not waiting:

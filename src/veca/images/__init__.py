@@ -5,10 +5,11 @@ makes what a model takes, and `find` lists files. Only Pillow, numpy and torch a
 plugin for a format that Pillow lacks. Sizes are always (height, width) in pixels.
 """
 
+from veca._util.files import open_file
 from veca.images.find import find_images
 from veca.images.fit import FITS, SHAPES, Size, check_size, target_size
 from veca.images.formats import EXTENSIONS, check_name, extensions
-from veca.images.read import MAX_PIXELS, Source, open_file, pixel_limit, read_image
+from veca.images.read import MAX_PIXELS, Source, pixel_limit, read_image
 from veca.images.transform import (
     IMAGENET_MEAN,
     IMAGENET_STD,

@@ -14,7 +14,7 @@ from veca.config import PRESETS, VecaConfig
 from veca.errors import ConfigError
 from veca.images.find import natural_key
 from veca.model import Veca
-from veca.weights import names, store
+from veca.weights import hub, names, store
 from veca.weights import tensors as ts
 
 TRAINING_ONLY = ("dropout", "rope_shift", "rope_jitter", "rope_rescale")
@@ -46,6 +46,7 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = torch.float32,
     backend: str = "auto",
+    revision: str | None = None,
 ) -> Veca:
     """A model with stored weights, in eval mode. Nothing in a file is ever executed.
 
@@ -55,7 +56,11 @@ def load(
             on this machine comes first.
         dtype: of the weights in memory; None keeps the stored one.
         backend: the attention backend, as in `create_model`.
+        revision: of a repository: a branch, a tag or, to pin it, the hash of a commit. The same as
+            `owner/name@revision`.
     """
+    if revision is not None:
+        source = hub.at_revision(source, revision)
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source, (*store.FILES, *store.BESIDE))

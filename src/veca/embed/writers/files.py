@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from veca._util.archives import check_unpacked
 from veca._util.files import atomic_write
 from veca.errors import InputError
 
@@ -50,6 +51,8 @@ def read_features(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise InputError(f"{path}: there is no such file of features.")
     try:
         return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except InputError:
+        raise
     except Exception as error:  # of zipfile, zlib, numpy, safetensors, json
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
@@ -59,6 +62,7 @@ def read_features(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
+    check_unpacked(path, InputError)
     with np.load(path, allow_pickle=False) as file:  # zip checks each member as it is read
         content = {name: file[name] for name in file.files}
     return {k: v.tolist() if v.dtype.kind == "U" else v for k, v in content.items()}

@@ -13,9 +13,11 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from veca._util.files import check_regular, open_file
 from veca.errors import DatasetError, suggest
-from veca.images import open_file, pixel_limit, read_image
+from veca.images import pixel_limit, read_image
 from veca.images.formats import HEADER, formats_for
+from veca.images.read import check_chunks
 from veca.probe.datasets.base import Dataset, DatasetInfo
 from veca.probe.datasets.tree import Tree, file_size
 
@@ -96,8 +98,7 @@ def image_header(path: Path) -> tuple[Size, int]:
     """(height, width) as stored, and the EXIF orientation if it turns the image, else 0."""
     try:
         with open_file(path) as file:
-            formats = formats_for(file.read(HEADER))
-        with Image.open(path, formats=formats) as image:
+            image = Image.open(file, formats=formats_for(file.read(HEADER)))
             size = (image.height, image.width)
             try:
                 orientation = image.getexif().get(_ORIENTATION, 1)
@@ -116,7 +117,7 @@ def label_size(path: Path) -> Size:
             raise DatasetError(f"{path}: array of shape {list(shape)}, expected [H, W]")
         return int(shape[0]), int(shape[1])
     try:
-        with Image.open(path, formats=_LABEL_FORMATS) as image:
+        with open_file(path) as file, Image.open(file, formats=_LABEL_FORMATS) as image:
             return image.height, image.width
     except Exception as error:
         raise _unreadable(path, error) from error
@@ -134,7 +135,9 @@ def read_values(path: Path) -> tuple[np.ndarray[Any, Any], int]:
             raise DatasetError(f"{path}: array of dtype {values.dtype}, expected numbers")
         return values, 8 * values.dtype.itemsize
     try:
-        with Image.open(path, formats=_LABEL_FORMATS) as image:
+        with open_file(path) as file, Image.open(file, formats=_LABEL_FORMATS) as image:
+            if image.format == "PNG":
+                check_chunks(file)
             if image.width * image.height > pixel_limit():
                 raise DatasetError(
                     f"{path}: {image.height} x {image.width} pixels, more than {pixel_limit():,}; "
@@ -170,6 +173,7 @@ def _png_bits(path: Path) -> int:
 
 def _load_npy(path: Path, mode: Any) -> np.ndarray[Any, Any]:
     try:
+        check_regular(path)
         return np.load(path, mmap_mode=mode, allow_pickle=False)
     except Exception as error:
         raise _unreadable(path, error) from error
