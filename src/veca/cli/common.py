@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -75,6 +76,26 @@ def say_passed_over(counts: Mapping[str, int]) -> None:
     total = sum(counts.values())
     said = f"passed over {count(total, 'file')} of kinds that are not read: "
     console.print(said + ", ".join(shown), markup=False, highlight=False, soft_wrap=True)
+
+
+def command_line(context: typer.Context) -> str:
+    """The command that is running, as it may be typed again: what was given, defaults left out."""
+    words = context.command_path.split()
+    options: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params.get(name)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if parameter.param_type_name == "argument":
+                words.append(str(one))
+            elif isinstance(one, bool):
+                options.append(parameter.opts[0] if one else parameter.secondary_opts[0])
+            else:
+                options += [parameter.opts[0], str(one)]
+    return shlex.join([*words, *options])
 
 
 @contextlib.contextmanager

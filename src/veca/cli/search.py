@@ -11,10 +11,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from veca.cli.common import Device, console, pick_device
+from veca.cli.common import Device, command_line, console, pick_device
 
 
 def search(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="A folder that veca embed has filled.")],
     query: Annotated[Path, typer.Argument(help="An image.")],
     top: Annotated[int, typer.Option(min=1, help="How many neighbours.")] = 10,
@@ -41,7 +42,7 @@ def search(
         folder, query, top, exact=exact, weights=weights, device=pick_device(device)
     )
     if page is not None:
-        contact_sheet(page, query, matches)
+        contact_sheet(page, query, matches, command=command_line(context))
     if as_json:
         # Not through the console, which would wrap long lines.
         typer.echo(json.dumps([{"path": m.path, "score": m.score} for m in matches], indent=2))

@@ -7,27 +7,20 @@ usearch is small, keeps float16 vectors as they are and searches an index where 
 
 from __future__ import annotations
 
-import base64
-import contextlib
 import hashlib
-import io
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from veca._util.extras import require
 from veca._util.files import commit, temporary_beside
-from veca._util.html import Page
 from veca.data.decode import EncodedImage
-from veca.data.shards import ShardSource
 from veca.embed.settings import Settings
 from veca.embed.shards import Decoder, compute_for
 from veca.embed.writers.parquet import finished_shards, read_manifest, read_paths, read_shard
@@ -36,7 +29,6 @@ from veca.errors import (
     ImageError,
     InputError,
     OutputError,
-    VecaError,
     WeightsError,
     at_least,
 )
@@ -235,41 +227,6 @@ def search(
         return collection.search(query, top, exact=exact)
     vector = collection.embed(query, weights=weights, device=device)
     return collection.search(vector, top, exact=exact)
-
-
-def contact_sheet(
-    path: str | os.PathLike[str], query: Source, matches: Sequence[Match], *, side: int = 224
-) -> Path:
-    """An HTML page with the query and its neighbours, small pictures inside the file."""
-    page = Page("Nearest neighbours")
-    page.heading("Query")
-    page.picture(_thumbnail(read_image(query), side), "the query")
-    for rank, match in enumerate(matches, 1):
-        page.heading(f"{rank}. {match.score:.4f}")
-        page.text(match.path, "small")
-        with contextlib.suppress(VecaError, OSError):  # moved since it was embedded
-            page.picture(_thumbnail(read_image(read_member(match.path)), side), match.path)
-    return page.write(Path(path).expanduser())
-
-
-def read_member(path: str) -> bytes:
-    """The encoded image behind the path of a row: a file, or a member of a tar shard."""
-    file = Path(path)
-    if not file.exists():
-        for parent in file.parents:
-            if parent.suffix == ".tar" and parent.is_file():
-                shard = ShardSource([parent])
-                places = [i for i in range(len(shard)) if shard.name(i) == path]
-                if places:
-                    return shard.read(places[0])
-    return file.read_bytes()
-
-
-def _thumbnail(image: Image.Image, side: int) -> str:
-    image.thumbnail((side, side))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _query_pixels(image: Source, settings: Settings) -> NDArray[np.uint8]:
