@@ -170,7 +170,7 @@ class Page:
         for row in rows:
             cells += [_panel(name, part, caption) for part in row]
             if not charts:
-                cells += ["<div></div>"] * (across - len(row))
+                cells += ['<div class="panel"></div>'] * (across - len(row))
         style = "panels charts ink" if charts else "panels"
         self._figure(
             '<svg width="0" height="0" style="position:absolute" aria-hidden="true"><defs>'
@@ -252,7 +252,8 @@ def _zoom(picture: str, title: str, caption: str = "", full: str = "") -> str:
 
 
 def _crop(name: str, box: Box, more: str) -> str:
-    view = f"{box.x} {box.y} {box.width} {box.height}"
+    # Without its edge, where scaling would let what is beside it shine in.
+    view = f"{box.x + 0.75} {box.y + 0.75} {box.width - 1.5} {box.height - 1.5}"
     return f'<svg viewBox="{view}" {more}><use href="#{name}"/></svg>'
 
 

@@ -23,7 +23,7 @@ from veca.probe.table import is_percent, metric_title, ordered, show_metric
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 _INK, _PALE = "#30343b", "#e3e5e8"
 
-_WIDTHS = 4.0
+_WIDTHS = 2.5
 """An axis is at least so many times as high as a typical interval is wide."""
 _LEAST, _LEAST_UNKNOWN = 0.02, 0.1
 """How much an axis shows at least: a share of the whole for percentages, of the largest value for
@@ -71,8 +71,8 @@ def limits(
 ) -> tuple[float, float]:
     """The ends of an axis that shows all values and intervals without zooming into noise.
 
-    The axis is at least four times as high as a typical interval is wide, so that a difference
-    within it looks small. Where no interval is known it shows at least ten points of a percentage,
+    The axis is at least two and a half times as high as a typical interval is wide, so that a
+    difference within it looks small. Where no interval is known it shows at least ten points of a percentage,
     or a tenth of the largest error.
     """
     known = [one for one in intervals if one is not None and one[1] > one[0]]
@@ -227,6 +227,8 @@ def _draw_chart(axis: Any, chart: _Chart, groups: dict[str, list[Row]]) -> None:
         drawn += _draw_curve(axis, chart, label, group, colour, aside)
     if chart.budgets:
         axis.axhline(100, linestyle="--", linewidth=1, color=_INK)
+    else:
+        _label_budgets(axis, chart, [row for label in lines for row in groups[label]])
     _finish(axis, chart, drawn)
 
 
@@ -265,13 +267,22 @@ def _draw_curve(
         axis.fill_between(xs, low, high, color=colour, alpha=0.13, linewidth=0)
     else:
         _draw_bars(axis, [point[:3] for point in points], colour)
-    if not chart.budgets:
-        for x, y, _, row in points:
-            axis.annotate(
-                f"{row.cores}", (x, y), (0, 6), textcoords="offset points", fontsize=7,
-                ha="center", color=colour,
-            )  # fmt: skip
     return xs
+
+
+def _label_budgets(axis: Any, chart: _Chart, rows: Sequence[Row]) -> None:
+    """The number of cores above each point; once where several networks cost the same."""
+    highest: dict[tuple[float, int | None], float] = {}
+    for row in rows:
+        x, y = chart.x(row), chart.y(row)
+        if x and y is not None:
+            place = (x, row.cores)
+            highest[place] = max(y, highest.get(place, y))
+    for (x, cores), y in highest.items():
+        axis.annotate(
+            f"{cores}", (x, y), (0, 6), textcoords="offset points", fontsize=7.5, ha="center",
+            color=_INK, zorder=4,
+        )  # fmt: skip
 
 
 def _draw_bars(

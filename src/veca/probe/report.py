@@ -121,7 +121,8 @@ def _add_group(page: Page, group: Group, missing: str) -> str:
     """A part of the page; returns why plots are missing, if they are."""
     run = group.runs[0]
     page.heading(group.title)
-    page.text(f"{run.protocol['description']}.")
+    description = run.protocol["description"]
+    page.text(f"{description[:1].upper()}{description[1:]}.")
     try:
         if not missing:
             plots = [(data_uri(png), name) for name, png in draw_each(group.runs)]
