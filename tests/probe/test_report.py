@@ -189,7 +189,8 @@ class TestReport:
         assert "81.00 (small C=8)" in summary  # the best network at its smallest budget
         assert "veca probe knn" in text and "0.4123" in text
         pictures = re.findall(r'<img src="data:image/png;base64,([^"]+)"', text)
-        assert len(pictures) == 2 and text.count("<img") == 2
+        assert len(pictures) == text.count("<img") == 4  # over interactions and over time, twice
+        assert "hold no intervals" in text
         assert all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
         assert [p.name for p in (tmp_path / "runs").iterdir() if p.is_file()] == ["report.html"]
 

@@ -60,6 +60,8 @@ class Card(NamedTuple):
     picture: str | None
     """An address; None where the picture is gone."""
     name: str
+    place: str = ""
+    """Where it is from, in small below the name."""
     link: str = ""
     """The address of the original."""
     value: str = ""
@@ -275,7 +277,7 @@ def _card(card: Card) -> str:
     if card.picture is None:
         parts = ['<div class="gone">The picture is no longer there.</div>']
     else:
-        picture = f'<img src="{escape(card.picture)}" alt="{name}" loading="lazy">'
+        picture = f'<img src="{escape(card.picture)}" alt="{name}">'
         parts = [_zoom(picture, f"{card.value}  {card.name}".strip(), full=card.link)]
     if card.value:
         what = f" <small>{escape(card.what)}</small>" if card.what else ""
@@ -284,4 +286,5 @@ def _card(card: Card) -> str:
         width = f"{100 * min(max(card.share, 0.0), 1.0):.1f}%"
         parts.append(f'<div class="meter"><i style="width:{width}"></i></div>')
     named = f'<a href="{escape(card.link)}">{name}</a>' if card.link else name
-    return f'<li class="card">{"".join(parts)}<p>{named}</p></li>'
+    place = f'<p class="place">{escape(card.place)}</p>' if card.place else ""
+    return f'<li class="card">{"".join(parts)}<p>{named}</p>{place}</li>'

@@ -34,14 +34,19 @@ def contact_sheet(
         command: what made the page, for its foot.
     """
     target = Path(path).expanduser()
-    found = f"{len(matches):,} neighbour{'s' * (len(matches) != 1)}"
-    page = Page("Nearest neighbours", f"{found} of the query, by the cosine of the embeddings.")
+    above = _common_folder(matches)
+    where = f", in `{above}`" if above else ""
+    page = Page(
+        "Nearest neighbours",
+        f"{len(matches):,} image{'s' * (len(matches) != 1)} most like the query, by the cosine of "
+        f"the embeddings{where}.",
+    )
     page.heading("Query")
     name = Path(query).name if isinstance(query, (str, os.PathLike)) else "the query"
     link = _link(query, target) if isinstance(query, (str, os.PathLike)) else ""
-    page.cards([Card(_thumbnail(read_image(query), side), name, link)], large=True)
+    page.cards([Card(_thumbnail(read_image(query), side), name, link=link)], large=True)
     page.heading("Neighbours")
-    page.cards([_card(rank, match, target, side) for rank, match in enumerate(matches, 1)])
+    page.cards([_card(rank, match, above, target, side) for rank, match in enumerate(matches, 1)])
     page.text(
         "The number is the cosine, 1 for the same embedding; the bar is as long. A photo is there "
         "as long as it is where it was embedded.",
@@ -64,14 +69,25 @@ def read_member(path: str) -> bytes:
     return file.read_bytes()
 
 
-def _card(rank: int, match: Match, page: Path, side: int) -> Card:
+def _common_folder(matches: Sequence[Match]) -> str:
+    """The folder that all matches are in, or below; empty where there is none."""
+    try:
+        return os.path.commonpath([Path(match.path).parent for match in matches])
+    except ValueError:  # no matches, or some of them on another drive
+        return ""
+
+
+def _card(rank: int, match: Match, above: str, page: Path, side: int) -> Card:
     try:
         picture = _thumbnail(read_image(read_member(match.path)), side)
     except (VecaError, OSError):  # moved since it was embedded
         picture = None
+    file = Path(match.path)
+    place = file.parent.relative_to(above) if above else file.parent
     return Card(
         picture,
-        match.path,
+        file.name,
+        "" if place == Path() else str(place),
         _link(match.path, page),
         f"{match.score:.4f}",
         f"rank {rank}",

@@ -72,8 +72,8 @@ def limits(
     """The ends of an axis that shows all values and intervals without zooming into noise.
 
     The axis is at least two and a half times as high as a typical interval is wide, so that a
-    difference within it looks small. Where no interval is known it shows at least ten points of a percentage,
-    or a tenth of the largest error.
+    difference within it looks small. Where no interval is known it shows at least ten points of a
+    percentage, or a tenth of the largest error.
     """
     known = [one for one in intervals if one is not None and one[1] > one[0]]
     ends = [*values, *(end for one in known for end in one)]
