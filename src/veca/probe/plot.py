@@ -7,6 +7,7 @@ The axes do not make noise look like a difference: see `limits`.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from veca.probe.table import is_percent, metric_title, ordered, show_metric
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+_LINE = 80  # characters of a note below one panel
 _INK, _PALE = "#30343b", "#e3e5e8"
 
 _WIDTHS = 2.5
@@ -116,13 +118,18 @@ def plot(path: str | Path, runs: Sequence[Run], title: str | None = None) -> Pat
 
 def draw(runs: Sequence[Run], title: str | None = None) -> bytes:
     """The same picture as the bytes of a PNG file."""
-    note = " ".join(captions(runs)[:1]).replace("`", "")
-    return _picture(runs, _charts(runs), title or runs[0].title, note)
+    return _png(make_figure(runs, title))
 
 
 def draw_each(runs: Sequence[Run]) -> list[tuple[str, bytes]]:
     """Each panel as a PNG file of its own, with what it shows."""
-    return [(chart.name, _picture(runs, [chart])) for chart in _charts(runs)]
+    return [(chart.name, _png(_figure(runs, [chart]))) for chart in _charts(runs)]
+
+
+def make_figure(runs: Sequence[Run], title: str | None = None) -> Any:
+    """The plot as a figure of matplotlib, to be changed before it is saved."""
+    note = captions(runs)[0].replace("`", "")
+    return _figure(runs, _charts(runs), title or runs[0].title, note)
 
 
 def _rows(runs: Sequence[Run]) -> list[Row]:
@@ -154,7 +161,8 @@ def _charts(runs: Sequence[Run]) -> list[_Chart]:
 
     costs = (("interactions", "interactions in one layer"), ("ms", "ms for one image, measured"))
     found = [chart(cost, text) for cost, text in costs if any(getattr(r, cost) for r in rows)]
-    found = found or [chart("", "")]  # levels alone, which nothing is drawn against
+    if not found:  # no cost is known; networks without budgets are levels that need none
+        found = [chart("cores", "cores") if any(row.cores for row in rows) else chart("", "")]
     kept = _kept(rows)
     if any(row.interval_full and row.interval_full[1] > row.interval_full[0] for row in kept):
         shares = [100.0 * (row.retention_full or 0.0) for row in kept]
@@ -180,9 +188,7 @@ def _scaled(ends: Interval | None, scale: float) -> Interval | None:
     return None if ends is None else (scale * ends[0], scale * ends[1])
 
 
-def _picture(
-    runs: Sequence[Run], charts: Sequence[_Chart], title: str = "", note: str = ""
-) -> bytes:
+def _figure(runs: Sequence[Run], charts: Sequence[_Chart], title: str = "", note: str = "") -> Any:
     figures = require("matplotlib.figure", "the plot")
     figure = figures.Figure(figsize=(5.2 * len(charts), 4.4), layout="constrained")
     axes = figure.subplots(1, len(charts), squeeze=False)[0]
@@ -196,11 +202,17 @@ def _picture(
         figure.legend(
             entries.values(), entries.keys(), loc="outside upper left", fontsize=8.5,
             frameon=False, ncols=2 * len(charts), labelcolor=_INK, borderaxespad=0.6,
+            title=title or None, title_fontsize=11, alignment="left",
         )  # fmt: skip
-    if title:
-        figure.suptitle(title, fontsize=11, color=_INK, x=0.01, ha="left")
+    elif title:
+        figure.suptitle(title, fontsize=11, color=_INK)
     if note:
-        figure.supxlabel(note, fontsize=8, color="#6a7079", x=0.01, ha="left")
+        lines = textwrap.fill(note, _LINE * len(charts))
+        figure.supxlabel(lines, fontsize=8, color="#6a7079", x=0.01, ha="left")
+    return figure
+
+
+def _png(figure: Any) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=160)
     return file.getvalue()
