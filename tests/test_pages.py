@@ -208,12 +208,17 @@ def test_a_click_enlarges_arrows_go_on_and_escape_closes(browser, pages, name):
         page = tab.page
         zooms = page.locator("[data-group]").nth(1 if name == "search" else 0).locator(".zoom")
         assert not page.locator("dialog").is_visible()
-        small = zooms.first.locator("svg, img").bounding_box()["width"]
+        small = zooms.first.locator("svg, img").bounding_box()
         zooms.first.focus()
         page.keyboard.press("Enter")
         assert page.locator("dialog").is_visible()
-        large = page.locator(".stage svg, .stage img").bounding_box()["width"]
-        assert large > 1.05 * small
+        large = page.locator(".stage svg, .stage img").bounding_box()
+        assert large["width"] > 1.05 * small["width"] and large["height"] < PHONE["height"]
+        if name != "search":  # whose small pictures stand in frames of one shape
+            shape, wanted = (box["width"] / box["height"] for box in (large, small))
+            assert shape == pytest.approx(wanted, rel=0.02)
+        for box in (large, page.locator(".lightbox .close").bounding_box()):
+            assert box["x"] >= 0 and box["x"] + box["width"] <= PHONE["width"]
         titles = [page.inner_text(".lightbox .title")]
         for key in ("ArrowRight", "ArrowLeft"):
             page.keyboard.press(key)

@@ -41,6 +41,9 @@
     const { title = "", caption = "", full = "" } = group[at].dataset;
     const small = group[at].querySelector("svg, img");
     const picture = small.cloneNode(true);
+    const view = small.viewBox?.baseVal;
+    const ratio = view ? view.width / view.height : small.naturalWidth / small.naturalHeight;
+    picture.style.setProperty("--ratio", ratio || 1);
     if (picture.tagName === "IMG" && group[at].closest(".plots")) picture.classList.add("plain");
     if (full) {  // the file itself, where it is still there and the browser can show it
       picture.addEventListener("error", () => { picture.src = small.src; }, { once: true });
