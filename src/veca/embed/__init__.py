@@ -8,8 +8,8 @@ and `sheet` shows them.
 """
 
 from veca.embed.embedding import EmbedReport, embed
-from veca.embed.features import WHAT, Summary, extract
-from veca.embed.pipeline import DTYPES
+from veca.embed.features import Summary, extract
+from veca.embed.pipeline import DTYPES, WHAT
 from veca.embed.searching import Collection, Match, search
 from veca.embed.sheet import contact_sheet
 from veca.embed.writers.files import FORMATS, read_features
