@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -251,6 +252,26 @@ def pixels_at_most(limit: int | None) -> Iterator[None]:
             del os.environ[_MAX_PIXELS_VARIABLE]
         else:
             os.environ[_MAX_PIXELS_VARIABLE] = before
+
+
+def command_line(context: typer.Context) -> str:
+    """The command that is running, as it may be typed again: what was given, defaults left out."""
+    words = context.command_path.split()
+    options: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params.get(name)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if parameter.param_type_name == "argument":
+                words.append(str(one))
+            elif isinstance(one, bool):
+                options.append(parameter.opts[0] if one else parameter.secondary_opts[0])
+            else:
+                options += [parameter.opts[0], str(one)]
+    return shlex.join([*words, *options])
 
 
 @contextlib.contextmanager

@@ -9,11 +9,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from veca.cli.common import Device, console, find_photos, pick_device, writable_folder
+from veca.cli.common import (
+    Device,
+    command_line,
+    console,
+    find_photos,
+    pick_device,
+    writable_folder,
+)
 from veca.config import DEFAULT_SIZE
 
 
 def quickstart(
+    context: typer.Context,
     photos: Annotated[
         list[Path] | None, typer.Argument(help="Image files; by default the bundled photos.")
     ] = None,
@@ -42,6 +50,7 @@ def quickstart(
             size=size,
             device=place,
             progress=lambda line: status.update(line),
+            command=command_line(context),
         )
     header, rows = library.table(result)
     grid = Table(title=f"{escape(result.weights)}, {result.size} x {result.size} px, {place}")

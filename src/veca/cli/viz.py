@@ -11,6 +11,7 @@ from veca.cli.common import (
     Device,
     ShownSize,
     Threads,
+    command_line,
     console,
     find_photos,
     parse_numbers,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def viz(
+    context: typer.Context,
     figure: Annotated[
         str,
         typer.Argument(
@@ -123,12 +125,15 @@ def viz(
     )
     options.check(model)
     folder = out.parent if is_file_name(out) else out
+    command = command_line(context)
     with console.status("looking") as status, writable_folder(folder):
         if figure == "report":
-            made = library.report(views, out, options, weights=name, progress=status.update)
+            made = library.report(
+                views, out, options, weights=name, progress=status.update, command=command
+            )
             written, rows = [made.page], made.rows
         else:
-            written = library.save(figure, views, out, options, format=format)
+            written = library.save(figure, views, out, options, format=format, command=command)
             rows = numbers.read_csv(written[-1]) if figure == "numbers" else []
     if rows:
         found = numbers.verdicts(rows)
