@@ -111,17 +111,21 @@ def at_hand(source: str) -> Path | None:
     return path
 
 
-@functools.cache
 def say_shadowed(text: str) -> None:
     """Log one line, once, if what lies at a path is taken instead of other weights so called."""
     path = _path(text)
     if path.is_absolute() or not exists(path):
         return
-    other = find(text)
-    if other is not None and other.resolve() != path.resolve():
-        log.warning("%s is %s, not the weights of that name in %s.", text, path.resolve(), other)
+    other, here = find(text), path.resolve()
+    if other is not None and other.resolve() != here:
+        _say_once(f"{text} is the folder {here} here, not the weights of that name in {other}.")
     elif hub.is_repo(text) and hub.fetched_before(text):
-        log.warning("%s is the folder %s, not the hub's repository.", text, path.resolve())
+        _say_once(f"{text} is the folder {here} here, not the hub's repository of that name.")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    log.warning(line)
 
 
 def _path(text: str) -> Path:
