@@ -28,7 +28,7 @@ from veca.viz.attention import core_panel
 from veca.viz.colour import heat
 from veca.viz.cores import path_lengths, path_panel
 from veca.viz.features import colour_panel
-from veca.viz.figure import Figure, Panel
+from veca.viz.figure import Panel
 from veca.viz.project import Palette
 from veca.viz.similarity import Point, cls_map, point_map, point_mark
 from veca.viz.view import View, file_stem, inference
@@ -176,8 +176,13 @@ def paths_picture(seen: Look, cores: int) -> tuple[Image.Image, float]:
     return path_panel(seen.view, path).image(), path_lengths(path, seen.view.grid).mean().item()
 
 
-def similarity_picture(seen: Look, cores: int, point: Point | None) -> Image.Image:
-    """Cosines with the patch under a point, or with the whole image where none is chosen."""
+def similarity_picture(
+    seen: Look, cores: int, point: Point | None
+) -> tuple[Image.Image, tuple[float, float]]:
+    """Cosines with the patch under a point, or with the whole image where none is chosen.
+
+    Also the least and the largest, which are the darkest and the brightest colour.
+    """
     budget = budget_of(seen, cores)
     if point is None:
         values, marks = cls_map(seen.view, budget), []
@@ -185,8 +190,7 @@ def similarity_picture(seen: Look, cores: int, point: Point | None) -> Image.Ima
         values, marks = point_map(seen.view, point, budget), [point_mark(point)]
     low, high = values.min().item(), values.max().item()
     picture = heat(seen.view.shown, values, low=low, high=high, strength=1)
-    panel = Panel(picture, marks=marks, scale=(low, high))
-    return Figure([[panel]]).image()
+    return Panel(picture, marks=marks).image(), (low, high)
 
 
 def point_at(pixel: tuple[int, int], size: tuple[int, int]) -> Point:

@@ -94,18 +94,18 @@ class Handlers:
         """A bundled photo was chosen."""
         return self._see(bundled(index), controls)
 
-    def upload(self, visit: Visit | None, controls: Controls, file: Any) -> Changes:
-        """A file was dropped; `file` names the upload as {"path": ...}."""
-        if file is None:
+    def upload(self, visit: Visit | None, controls: Controls, path: str | None) -> Changes:
+        """A file was dropped, and waits in `uploads`."""
+        if path is None:
             return {}
         # Ready for the next file, whatever becomes of this one.
-        return {**self._see_upload(controls, file), "upload": {"value": None}}
+        return {**self._see_upload(controls, path), "upload": {"value": None}}
 
     @errors_as_messages
-    def _see_upload(self, controls: Controls, file: Any) -> Changes:
-        with self._decoding:  # one at a time: it takes up to 20 bytes a pixel for a moment
-            with self.uploads.take(str(file["path"])) as (path, name):
-                photo = content.open_photo(path, self.limits, name)
+    def _see_upload(self, controls: Controls, path: str) -> Changes:
+        # One at a time: decoding takes up to 20 bytes a pixel for a moment.
+        with self._decoding, self.uploads.take(path) as (file, name):
+            photo = content.open_photo(file, self.limits, name)
         return self._see(photo, controls)
 
     @errors_as_messages
@@ -213,8 +213,9 @@ def message_box(text: str, kind: str) -> str:
 
 def _similarity(look: Look, visit: Visit, controls: Controls) -> Changes:
     what = "the whole image (CLS)" if visit.point is None else "the marked patch"
-    picture = content.similarity_picture(look, controls.cores, visit.point)
-    return {"similarity": {"value": picture, "label": f"cosine with {what}"}}
+    picture, (low, high) = content.similarity_picture(look, controls.cores, visit.point)
+    label = f"cosine with {what}: {low:.2f} to {high:.2f}"
+    return {"similarity": {"value": picture, "label": label}}
 
 
 def _attention(look: Look, controls: Controls) -> Changes:
@@ -227,11 +228,11 @@ def _attention(look: Look, controls: Controls) -> Changes:
 
 def _numbers(look: Look, controls: Controls, times: Times) -> Changes:
     """The table; where the dense ViT is slow, a button that times it."""
-    seconds = f"{times.expected / 1000:.0f} s" if times.expected >= 1000 else "a moment"
+    seconds = max(1, round(times.expected / 1000))
     return {
         "numbers": {"value": content.costs_table(look, controls.cores, times)},
         "dense": {
             "visible": times.dense is None,
-            "value": f"time the dense ViT too (about {seconds})",
+            "value": f"time the dense ViT too (about {seconds} s)",
         },
     }

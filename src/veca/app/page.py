@@ -61,6 +61,7 @@ CSS = """
 .dark #message .error { background: #4a1d1d; color: #fbdada; }
 .dark #message .note { background: #4a3a10; color: #fbeec5; }
 #message .error, #message .note { padding: .6rem 1rem; }
+#message:not(:has(.error, .note)) { display: none; }
 /* What is moved stays in view while the pictures scroll by. */
 .gradio-container, .gradio-container main, .gradio-container .wrap { overflow: visible !important; }
 #dials { position: sticky; top: 0; z-index: 30; background: var(--body-background-fill);
@@ -82,6 +83,12 @@ CSS = """
 .out-of-sight { position: absolute !important; left: -9999px; }
 @media (max-width: 640px) {
   #numbers { font-size: .8rem; }
+  .gradio-container main { padding: .75rem !important; }
+  #dials .block { padding: .3rem .4rem !important; min-width: 0 !important; }
+  #dials .head { flex-wrap: nowrap; margin-bottom: .2rem; }
+  #dials .head span { font-size: .75rem; line-height: 1.1; white-space: normal; }
+  #dials input[type=number] { width: 3.4rem; min-width: 0; padding: .1rem; }
+  #dials .reset-button, #dials .min_value, #dials .max_value { display: none; }
   #numbers th, #numbers td { padding: .3rem .25rem; }
 }
 """
@@ -112,7 +119,7 @@ def _dials(handlers: Handlers) -> dict[str, Dial]:
     largest = handlers.limits.size
     dials = (
         Dial("cores", "budget (cores)", 1, most, min(DEFAULT_CORES, most), 1, "redraw"),
-        Dial("size", "size (short side in pixels)", 128, largest, DEFAULT_SIZE, 64, "relook"),
+        Dial("size", "size (short side, px)", 128, largest, DEFAULT_SIZE, 64, "relook"),
         Dial("layer", "layer", 1, depth, depth, 1, "attention"),
         Dial("core", "core", 1, most, 1, 1, "attention"),
     )
@@ -156,18 +163,17 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             limit = handlers.limits.file_bytes // 2**20
-            parts["upload"] = gr.File(
+            parts["upload"] = _uploaded_file(gr)(
                 label=f"drop a photo (up to {limit} MiB)",
                 file_types=["image"],
-                type="filepath",
-                height=140,
+                height=170,
                 elem_id="upload",
             )
             parts["gallery"] = gr.Gallery(
                 value=[_thumbnail(path) for path in bundled_photos()],
                 label="or pick one",
                 columns=len(bundled_photos()),
-                height=130,
+                height=160,
                 allow_preview=False,
                 object_fit="cover",
                 buttons=[],
@@ -194,6 +200,21 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
                         slide(dial)
                     parts["kind"] = gr.Radio(_KINDS, value="norm", label="attention", elem_id="kind")
     return parts
+
+
+def _uploaded_file(gr: Any) -> Any:
+    """gradio's component for a file, which gives handlers the path of an upload and no more.
+
+    Its own would judge the file by its name and leave an empty one behind.
+    """
+
+    class UploadedFile(gr.File):
+        is_template = True  # for the browser it is a gr.File
+
+        def preprocess(self, payload: Any) -> str | None:
+            return None if payload is None else payload.path
+
+    return UploadedFile
 
 
 def _connect(

@@ -63,9 +63,9 @@ class Uploads:
             self._waiting[path] = Upload("", client, size)
         try:
             yield path
-        except BaseException:
-            self._remove(path)
-            raise
+        finally:
+            if not self._waiting[path].name:  # nothing, or not all of it, was written
+                self._remove(path)
 
     def write(self, path: str, name: str, content: BinaryIO) -> None:
         """Fill the place at `path`; its bytes count as they are now."""

@@ -78,6 +78,9 @@ class Looks:
         self.limits = limits
         self._looks: OrderedDict[tuple[int, int, int], Look] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._looks)
+
     def at(self, visit: Visit, entry: LoadedModel) -> Look:
         """What a visitor is looking at, computed if it is not among the last."""
         # Both are kept alive by the look, so their ids are not used again.
