@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +41,12 @@ def test_the_folder_of_a_killed_page_is_swept_at_the_next_start(temporary):
         "    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        folder = process.stdout.readline().decode().strip()
-        assert sweep() == [] and os.path.exists(f"{folder}/photo")  # it lives
+        folder = Path(process.stdout.readline().decode().strip())
+        assert sweep() == [] and (folder / "photo").exists()  # it lives
         process.send_signal(signal.SIGKILL)
-    assert os.path.exists(folder)
+    assert folder.exists()
     with temporary_folder():
-        assert not os.path.exists(folder)
+        assert not folder.exists()
 
 
 def test_nothing_else_is_swept(temporary, monkeypatch):

@@ -33,7 +33,7 @@ def _upload(handlers, path, name=None):
     """Send a file as the page does."""
     with handlers.uploads.place("visitor", path.stat().st_size) as place, path.open("rb") as file:
         handlers.uploads.write(place, name or path.name, file)
-    return handlers.upload(None, SET, place)
+    return handlers.upload(None, SET, {"path": place})
 
 
 def test_a_new_visitor_sees_the_first_bundled_photo(handlers):
@@ -125,7 +125,7 @@ def test_an_upload_is_seen_and_its_file_is_gone(handlers, tmp_path, noise):
 def test_a_file_that_was_not_uploaded_is_not_read(handlers, tmp_path, noise):
     noise().save(tmp_path / "private.png")
     for path in (str(tmp_path / "private.png"), "/etc/passwd", "http://127.0.0.1:1/x.png"):
-        changes = handlers.upload(None, SET, path)
+        changes = handlers.upload(None, SET, {"path": path})
         assert "visit" not in changes and "error" in changes["message"]["value"]
     assert (tmp_path / "private.png").exists()
 

@@ -134,9 +134,9 @@ def look(entry: LoadedModel, photo: Photo, size: int, limits: Limits | None = No
     patches = (height // patch) * (width // patch)
     if patches > limits.patches:
         raise ImageError(
-            f"{photo.name} is {photo.original[1]} x {photo.original[0]} pixels: at {size} px it would be "
-            f"{patches:,} patches, more than the {limits.patches:,} this page takes. Choose a "
-            "smaller size, or a less elongated photo."
+            f"{photo.name} is {photo.original[1]} x {photo.original[0]} pixels: at {size} px it "
+            f"would be {patches:,} patches, more than the {limits.patches:,} this page takes. "
+            "Choose a smaller size, or a less elongated photo."
         )
     view = View(model, image, size, name=photo.name, height=limits.height)
     palette = Palette.fit([view.run().patches])

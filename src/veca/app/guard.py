@@ -93,10 +93,9 @@ class Guard:
     def _check_names(self, scope: Scope) -> None:
         """Refuse a request that no page of ours sent."""
         hosts = _values(scope, b"host")
-        forwarded = [
-            name.strip() for value in _values(scope, b"x-forwarded-host") for name in value.split(",")
-        ]
-        for host in (*hosts, *forwarded):
+        forwarded = ",".join(_values(scope, b"x-forwarded-host"))
+        names = [*hosts, *(name.strip() for name in forwarded.split(",") if forwarded)]
+        for host in names:
             if not self.names.accept(host):
                 raise Refused(
                     403,
@@ -106,7 +105,7 @@ class Guard:
         if len(hosts) != 1:
             raise Refused(400, "Expected one Host.")
         for origin in _values(scope, b"origin"):
-            if not any(same_origin(origin, host) for host in (*hosts, *forwarded)):
+            if not any(same_origin(origin, host) for host in names):
                 raise Refused(403, "Requests from other pages are refused.")
         # Browsers say where a request comes from even when it has no Origin, as that of an <img>.
         site, mode = _values(scope, b"sec-fetch-site"), _values(scope, b"sec-fetch-mode")
@@ -188,6 +187,8 @@ class Guard:
             if not _SESSION.fullmatch(event["session_hash"]) or not _is_whole(event["fn_index"]):
                 raise ValueError
             if not (index is None or _is_whole(index) or pixel):
+                raise ValueError
+            if not isinstance(event["data"], list):
                 raise ValueError
             checked = {
                 "data": [self._without_foreign_files(value) for value in event["data"]],

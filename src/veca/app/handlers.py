@@ -94,18 +94,20 @@ class Handlers:
         """A bundled photo was chosen."""
         return self._see(bundled(index), controls)
 
-    def upload(self, visit: Visit | None, controls: Controls, path: str | None) -> Changes:
-        """A file was dropped, and waits in `uploads`."""
-        if path is None:
+    def upload(
+        self, visit: Visit | None, controls: Controls, file: dict[str, Any] | None
+    ) -> Changes:
+        """A file was dropped, and waits in `uploads` at file["path"]."""
+        if file is None:
             return {}
         # Ready for the next file, whatever becomes of this one.
-        return {**self._see_upload(controls, path), "upload": {"value": None}}
+        return {**self._see_upload(controls, file["path"]), "upload": {"value": None}}
 
     @errors_as_messages
     def _see_upload(self, controls: Controls, path: str) -> Changes:
         # One at a time: decoding takes up to 20 bytes a pixel for a moment.
-        with self._decoding, self.uploads.take(path) as (file, name):
-            photo = content.open_photo(file, self.limits, name)
+        with self._decoding, self.uploads.take(path) as (place, name):
+            photo = content.open_photo(place, self.limits, name)
         return self._see(photo, controls)
 
     @errors_as_messages

@@ -163,7 +163,7 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     with gr.Row():
         with gr.Column(scale=2, min_width=320):
             limit = handlers.limits.file_bytes // 2**20
-            parts["upload"] = _uploaded_file(gr)(
+            parts["upload"] = gr.File(
                 label=f"drop a photo (up to {limit} MiB)",
                 file_types=["image"],
                 height=170,
@@ -198,23 +198,10 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
                 with gr.Column(min_width=160):
                     for dial in dials.values():
                         slide(dial)
-                    parts["kind"] = gr.Radio(_KINDS, value="norm", label="attention", elem_id="kind")
+                    parts["kind"] = gr.Radio(
+                        _KINDS, value="norm", label="attention", elem_id="kind"
+                    )
     return parts
-
-
-def _uploaded_file(gr: Any) -> Any:
-    """gradio's component for a file, which gives handlers the path of an upload and no more.
-
-    Its own would judge the file by its name and leave an empty one behind.
-    """
-
-    class UploadedFile(gr.File):
-        is_template = True  # for the browser it is a gr.File
-
-        def preprocess(self, payload: Any) -> str | None:
-            return None if payload is None else payload.path
-
-    return UploadedFile
 
 
 def _connect(
@@ -247,6 +234,8 @@ def _connect(
             [parts[part] for part in (*Controls._fields, *more)],
             [parts[part] for part in CHANGED[name]],
             api_visibility="private",
+            # gradio would judge a file by its name, and leave an empty one behind.
+            preprocess=name != "upload",
             show_progress="minimal",
             queue=False,  # the guard has visitors take turns
             # A slider sends many values on its way: the one being worked on and the last will do.

@@ -29,6 +29,7 @@ class Connection(H11Protocol):
 
     head_seconds = 15.0  # until a request's headers are here, from the start or the last answer
     stalled_seconds = 30.0  # in which a client reads nothing of an answer
+    look_seconds = 1.0
     most = 400
     most_of_a_client = 200
 
@@ -41,7 +42,7 @@ class Connection(H11Protocol):
         if len(others) >= self.most or own >= self.most_of_a_client:
             transport.abort()
             return
-        self._watch = self.loop.call_later(1, self._look)
+        self._watch = self.loop.call_later(self.look_seconds, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -57,18 +58,20 @@ class Connection(H11Protocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        self._stalled_since = 0.0
+        self._stalled_since, self._waits_since = 0.0, self.loop.time()
         super().resume_writing()
 
     def _look(self) -> None:
         now = self.loop.time()
         asked = self.cycle is not None and not self.cycle.response_complete
-        late = not asked and now - self._waits_since > self.head_seconds
-        stalled = self._stalled_since and now - self._stalled_since > self.stalled_seconds
-        if late or stalled:
+        if self._stalled_since:
+            late = now - self._stalled_since > self.stalled_seconds
+        else:
+            late = not asked and now - self._waits_since > self.head_seconds
+        if late:
             self.transport.abort()
         else:
-            self._watch = self.loop.call_later(1, self._look)
+            self._watch = self.loop.call_later(self.look_seconds, self._look)
 
     def _address(self) -> str:
         return client_of(self.client[0] if self.client else "")

@@ -36,7 +36,7 @@ class Visit:
 
 
 class Visitors:
-    """Visits by session; the longest unseen are forgotten first, those of a greedy client before."""
+    """Visits by session. The longest unseen are forgotten, those of a greedy client first."""
 
     def __init__(self, total: int = TOTAL_BYTES) -> None:
         self.total = total
