@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.compiler import is_compiling
 
+from veca._util.tracing import has_values
 from veca.errors import InputError, whole
-from veca.rope import transformed
 
 LARGEST_PIXEL = 1e6
 """Beyond it a float32 network overflows somewhere and gives NaN; pixels in 0..255 pass."""
@@ -98,9 +96,7 @@ def check_finite(images: Tensor) -> None:
 
     Skipped where values are not known, as in tracing.
     """
-    if is_compiling() or (images.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    if images.is_meta or isinstance(images, FakeTensor) or transformed():
+    if not has_values(images):
         return
     # Both are NaN if any pixel is: one pass and no mask.
     lowest, highest = images.aminmax()

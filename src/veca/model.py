@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -237,6 +238,8 @@ class Veca(FeatureModel, nn.Module):
     >>> out.cls, out.patches, out.cores, out.core_xy, out.grid
     """
 
+    _gradient_checkpointing_func = staticmethod(partial(checkpoint, use_reentrant=False))
+
     def __init__(self, config: VecaConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
@@ -277,6 +280,11 @@ class Veca(FeatureModel, nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: keep one tensor a block, recompute the rest."""
         self.gradient_checkpointing = enable
+
+    def _recomputes(self, block: nn.Module) -> bool:
+        # transformers, whose names these are, may choose among the blocks and bring another way.
+        chosen = self.gradient_checkpointing and getattr(block, "gradient_checkpointing", True)
+        return chosen and self.training and torch.is_grad_enabled()
 
     def forward(self, images: Tensor, cores: int | None = None) -> VecaOutput:
         """Features of `images` [B, 3, H, W] (float, normalised) at the budget `cores`.
@@ -408,16 +416,9 @@ class Veca(FeatureModel, nn.Module):
                 raw = self.moves[number - 2](raw, x[:, :budget])
                 core_xy = raw.tanh()
                 core_rotation = rope.rotation(core_xy, periods)
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x = checkpoint(
-                    block,
-                    x,
-                    budget,
-                    core_rotation,
-                    patch_rotation,
-                    self.backend,
-                    use_reentrant=False,
-                )
+            if self._recomputes(block):
+                run = partial(_unpacked, block, budget, self.backend)
+                x = self._gradient_checkpointing_func(run, x, *core_rotation, *patch_rotation)
             else:
                 x = block(x, budget, core_rotation, patch_rotation, self.backend)
             yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid)
@@ -428,6 +429,11 @@ class Veca(FeatureModel, nn.Module):
         budget = layer.core_xy.shape[1]
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
         return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
+
+
+def _unpacked(block: Block, budget: int, backend: str, x: Tensor, *tables: Tensor) -> Tensor:
+    """A block whose tensors are arguments of their own, which checkpoints can see."""
+    return block(x, budget, Rotation(*tables[:2]), Rotation(*tables[2:]), backend)
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:

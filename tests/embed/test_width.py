@@ -61,7 +61,12 @@ def test_features_are_as_wide_as_asked_for(model, images, tmp_path, width, cls, 
 
 
 def test_embeddings_are_as_wide_as_asked_for(embed, images, tmp_path):
-    for width, cls, patches in (("native", 32, 32), ("projected", 48, 48), ("auto", 48, 32)):
+    for width, cls, patches in (
+        ("native", 32, 32),
+        ("projected", 48, 48),
+        ("auto", 48, 48),
+        ("mixed", 48, 32),
+    ):
         embed(images, tmp_path / width, what=("cls", "patches"), width=width)
         rows = next(iter_embeddings(tmp_path / width, patches=True))
         assert rows.cls.shape[1] == cls and rows.patches[0].shape == (2, 3, patches)
@@ -135,8 +140,10 @@ def test_a_folder_of_features_keeps_its_size_and_width(model, images, tree, tmp_
         extract(model, images, tmp_path / "old", size=32)
     with pytest.raises(InputError, match="width"):
         extract(model, images, tmp_path / "old", width="mixed")
-    extract(model, images, tmp_path / "old", overwrite=True, size=32)
+    extract(model, images, tmp_path / "old", overwrite=True, size=32, width="mixed")
     assert settings_of(tmp_path / "old", "features.json")["width"] == "mixed"
+    next((tmp_path / "old").rglob("*.npz")).unlink()
+    assert extract(model, images, tmp_path / "old").computed == 1  # at its own size and width
 
 
 def test_a_new_folder_has_the_one_default_size(embed, model, images, tmp_path):

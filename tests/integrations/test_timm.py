@@ -257,10 +257,25 @@ def test_pretrained_is_what_veca_loads(images, tmp_path, monkeypatch):
     assert torch.equal(net(images)[-1], wanted)
     with pytest.raises(InputError, match=r"192.*384"):
         timm.create_model("veca_small_patch16", pretrained=True, pretrained_cfg_overlay=file)
+    grey = timm.create_model(
+        "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1, num_classes=0
+    ).eval()
+    one = images[:, :1]
+    wanted = plain(one.expand(-1, 3, -1, -1)).cls
+    torch.testing.assert_close(grey(one), wanted, atol=1e-4, rtol=1e-4)  # summed in another order
+    assert grey.in_chans == 1
+    veca.save(veca.create_model("tiny", in_channels=4), tmp_path / "four")
+    four = {"file": str(tmp_path / "four")}
     with pytest.raises(InputError, match="in_chans=1"):
         timm.create_model(
-            "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1
+            "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=four, in_chans=1
         )
+
+
+@needs_timm
+def test_a_device_and_a_dtype():
+    model = timm.create_model("veca_tiny_patch16", device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
 
 
 @needs_timm

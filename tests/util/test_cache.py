@@ -89,7 +89,7 @@ def test_the_command_shows_and_clears(cache, capsys):
     assert main(["cache"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "3 kB of at most 50 GB in" in said and str(cache) in said
-    assert "probe features that probes were scored with 2 2 kB" in said
+    assert "probe features for probes 2 2 kB" in said
     assert main(["cache", "--shrink", "2.5kB"]) == 0
     assert "removed 1 entry, 1 kB" in capsys.readouterr().out and names() == ["b", "c.npz"]
     assert main(["cache", "--clear", "probe"]) == 0

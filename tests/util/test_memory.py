@@ -97,7 +97,7 @@ def test_an_image_that_does_not_fit_is_refused_before_it_is_enlarged(little):
         model.preprocess(photo)
     assert model.preprocess(photo, size=(64, 96)).grid == (4, 6)
     with pytest.warns(VecaWarning, match="10 MB"):
-        model.preprocess(np.zeros((32, 32, 3), np.uint8), size=256)
+        model.preprocess(np.zeros((32, 32, 3), np.uint8), size=384)
 
 
 def test_a_run_names_what_does_not_fit_and_does_the_rest(little, tmp_path):

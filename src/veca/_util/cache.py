@@ -18,9 +18,9 @@ from veca._util.numbers import parse_bytes
 from veca.errors import InputError
 
 PARTS = {
-    "probe": "features that probes were scored with",
-    "images": "images decoded for training",
-    "index": "lists of the images in folders and shards",
+    "probe": "features for probes",
+    "images": "decoded images for training",
+    "index": "lists of images found",
 }
 """What can be made again, and so be removed. Anything else, such as weights, is the user's."""
 LIMIT_VARIABLE = "VECA_CACHE_LIMIT"

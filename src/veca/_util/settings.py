@@ -1,7 +1,8 @@
 """Settings: TOML files and tables into dataclasses, type-checked, and back into TOML.
 
-A file may build on another: `extends = "base.toml"`, relative to the file that says so. Tables
-merge key by key; lists and single values are replaced. What a run keeps are the merged settings.
+A file may build on another: `extends = "base.toml"`, relative to the file that says so, or the name
+of settings that come with the package. Tables merge key by key; lists and single values are
+replaced. What a run keeps are the merged settings.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,6 +103,8 @@ class SettingsReader:
 
     error: type[VecaError]
     words: Words = field(default_factory=Words)
+    named: Callable[[str], Path | None] = lambda text: None
+    """The file of settings that come with the package and go by a name; None for any path."""
 
     # ---------------------------------------------------------------------------------- files
 
@@ -112,7 +115,8 @@ class SettingsReader:
             where: what it is called in messages; by default its path.
         """
         settings = SettingsTables(where=where or os.fspath(path))
-        self._read(Path(path).expanduser(), settings.where, settings, ())
+        file = self.named(os.fspath(path)) or Path(path).expanduser()
+        self._read(file, settings.where, settings, ())
         return settings
 
     def _read(
@@ -127,6 +131,8 @@ class SettingsReader:
             if not isinstance(base, str):
                 raise self.error(f"{where}: {EXTENDS} must be text in quotes, got {shown(base)}.")
             file = path.parent / Path(base).expanduser()
+            if not file.is_file():
+                file = self.named(base) or file
             if not file.is_file():
                 raise self.error(f"{where}: {EXTENDS} {base!r}, but there is no file {file}.")
             self._read(file, str(file), settings, (*above, here))

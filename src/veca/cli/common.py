@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from veca._util.numbers import parse_numbers as parse_numbers
 from veca.config import DEFAULT_SIZE
@@ -42,7 +44,7 @@ Width = Annotated[
     str | None,
     typer.Option(
         help=f"{_WIDTH} mixed: cls projected, patches native.",
-        show_default="mixed, or that of OUT",
+        show_default="projected, or that of OUT",
     ),
 ]
 ProbeWidth = Annotated[str | None, typer.Option(help=_WIDTH, show_default="protocol's")]
@@ -126,6 +128,28 @@ def say_estimate(estimate: object) -> None:
 def count(number: int, what: str, several: str | None = None) -> str:
     """'1 image', '2,000 images', '2 entries'."""
     return f"{number:,} {what if number == 1 else several or what + 's'}"
+
+
+def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table with long texts: as it is, or with all but the first column below each other.
+
+    The second form is for terminals in which the columns would be a word wide.
+    """
+    wide = console.width >= 130
+    table = Table(show_lines=True)
+    table.add_column(columns[0], no_wrap=True)
+    for name in columns[1:] if wide else ["about it"]:
+        table.add_column(name, overflow="fold")
+    for first, *rest in ([escape(text) for text in row] for row in rows):
+        named = zip(columns[1:], rest, strict=True)
+        lines = [f"{name}:\n{text}" if "\n" in text else f"{name}: {text}" for name, text in named]
+        table.add_row(first, *(rest if wide else ["\n".join(lines)]))
+    console.print(table, markup=False, highlight=False)
+
+
+def say(line: str) -> None:
+    """A line as it is: nothing coloured, nothing taken for markup, not wrapped."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def say_passed_over(counts: Mapping[str, int]) -> None:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from veca.cli.bench import bench
 from veca.cli.cache import cache
+from veca.cli.datasets import datasets
 from veca.cli.demo import demo
 from veca.cli.distill import distill
 from veca.cli.embed import embed
@@ -23,6 +24,7 @@ from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
 from veca.cli.quickstart import quickstart
+from veca.cli.recipes import recipes
 from veca.cli.report import report
 from veca.cli.search import search
 from veca.cli.viz import viz
@@ -50,7 +52,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 for command in (
     *(quickstart, info, features, viz, demo),
-    *(pack, distill, probe, report),
+    *(pack, recipes, distill, datasets, probe, report),
     *(embed, search),
     *(bench, export, import_, publish),
     *(cache,),

@@ -4,6 +4,7 @@ small, with a model card, and nothing of this machine in them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from veca.distill.student import HEADS, save_heads
 from veca.distill.trainer import MAIN, sections_of
 from veca.errors import DistillError, suggest
 from veca.teachers import save_dense_vit
-from veca.weights import load, processor, read_provenance, save, store
+from veca.weights import load, processor, read_provenance, remote_code, save, store
 from veca.weights.card import FILE as CARD
 from veca.weights.card import model_card, results_in
 from veca.weights.names import locate, public_name
@@ -120,9 +121,10 @@ def publish(
     data_licence: str = "",
     results: str = "",
     dtype: torch.dtype = torch.float16,
+    code: bool = True,
 ) -> Path:
     """Write weights as a folder to ship: float16, with provenance, a model card, target scales and
-    the settings of an image processor for transformers.
+    what transformers needs: the settings of an image processor, and the code of the model.
 
     Args:
         weights: what `veca.load` takes, such as `runs/first/final`.
@@ -132,6 +134,8 @@ def publish(
         data, data_licence: what they were trained on, where the provenance does not say it well.
         results: what they were measured to reach, as Markdown, for the card. Without it, weights
             that are published where they lie keep what their card says.
+        code: with the model's code, by which `AutoModel.from_pretrained(folder,
+            trust_remote_code=True)` works where this package is not installed.
     """
     folder = files.place_for(to)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
@@ -155,7 +159,15 @@ def publish(
     counts = [stage.get("samples") for stage in stages]
     provenance["samples_in_all"] = sum(count for count in counts if isinstance(count, int))
     save(model, folder, provenance=provenance, dtype=dtype)
-    files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
+    settings = processor.processor_settings(model.config, code=code)
+    files.atomic_write_json(folder / processor.FILE, settings)
+    if code:
+        remote_code.write_code(folder)
+        about = json.loads((folder / store.CONFIG).read_text(encoding="utf-8"))
+        about |= {"architectures": ["VecaModel"], "auto_map": processor.auto_map()}
+        files.atomic_write_json(folder / store.CONFIG, about)
+    else:
+        remote_code.remove_code(folder)
     for extra in () if in_place else (TARGETS, HEADS):
         if source.is_dir() and (source / extra).is_file():
             with files.temporary_beside(folder / extra) as temporary:
@@ -164,7 +176,11 @@ def publish(
         else:
             (folder / extra).unlink(missing_ok=True)  # of the weights that were there before
     card = model_card(
-        model.config, read_provenance(folder), name=name or folder.name, results=results
+        model.config,
+        read_provenance(folder),
+        name=name or folder.name,
+        results=results,
+        code=code,
     )
     files.atomic_write_text(folder / CARD, card)
     return folder

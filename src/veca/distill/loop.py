@@ -75,7 +75,7 @@ def distill(
 ) -> DistillResult:
     """Train a student as the settings say; under torchrun, together with the other processes.
 
-    >>> config = load_config("configs/laptop.toml")
+    >>> config = load_config("laptop")
     >>> result = distill(config, "runs/first")
     >>> model = veca.load(result.final)
 

@@ -111,7 +111,8 @@ def embed(
         what: ("cls",), or ("cls", "patches") to store the patch grid as well.
         width: "native", features before the output projection, as wide as the network;
             "projected", after it, as wide as the teacher; "mixed", cls projected and patches
-            native. By default "auto": that of the folder, or "mixed" in a new one.
+            native. By default "auto": that of the folder, or
+            "projected" in a new one.
         pca: reduce features to so many numbers, by the principal components of the first images
             (at least 512), which are kept in the folder. By default as the folder is.
         dtype: "float16" or "float32", of the stored features.

@@ -120,7 +120,8 @@ def extract(
         what: "cls", "patches" or both.
         width: "native", features before the output projection, as wide as the network;
             "projected", after it, as wide as the teacher; "mixed", cls projected and patches
-            native. By default "auto": that of the folder, or "mixed" in a new one.
+            native. By default "auto": that of the folder, or
+            "projected" in a new one.
         pca: reduce features to so many numbers, by the principal components of the first images
             (at least 512), which are kept beside the features. By default as the folder is.
         format: "npz" or "safetensors"; by default npz, or what the name of the file says.

@@ -24,7 +24,8 @@ it. Where there is no such projection they are one."""
 AUTO: Literal["auto"] = "auto"
 """The setting of the folder that is gone on with; else the default."""
 AutoSize: TypeAlias = "Size | Literal['auto']"
-DEFAULT_WIDTH = "mixed"
+DEFAULT_WIDTH = "projected"
+"""Native patches keep less than 99 % of the segmentation scores: research/results/width."""
 
 _LATER: dict[str, Any] = {"width": "projected", "pca": None}
 """Settings that 0.1 did not have, and what they were there. They are written down only where they

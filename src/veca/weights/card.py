@@ -27,6 +27,7 @@ def model_card(
     name: str = "path/to/weights",
     tags: Sequence[str] = (),
     results: str = "",
+    code: bool = False,
 ) -> str:
     """A README.md with the hub's header, written from the configuration and the provenance.
 
@@ -37,12 +38,14 @@ def model_card(
         name: what a reader passes to `from_pretrained` and `veca.load`.
         tags: for the header, besides the usual ones.
         results: Markdown for a section of that name.
+        code: the model's code lies beside the weights, for transformers to run.
     """
     provenance = dict(provenance or {})
+    tags = [*tags, "custom_code"] if code else tags
     parts = [
         _header(provenance, tags),
         _title(config, name, provenance.get("budgets")),
-        _use(config, name),
+        _use(config, name, code),
         *([f"{RESULTS}\n\n{results.strip()}\n"] if results.strip() else []),
         _architecture(config),
         _origin(provenance),
@@ -96,11 +99,11 @@ def _same_network(a: VecaConfig, b: VecaConfig) -> bool:
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-def _use(config: VecaConfig, name: str) -> str:
+def _use(config: VecaConfig, name: str, code: bool) -> str:
     budget = min(32, config.num_cores)
     # transformers knows folders and hub ids; names are veca's own.
     place = name if "/" in name else f"path/to/{name}"
-    return f"""## Use
+    text = f"""## Use
 
 ```python
 import veca
@@ -123,6 +126,19 @@ out = model(**processor("photo.jpg", return_tensors="pt"), cores={budget})
 out.pooler_output, out.patches
 ```
 """
+    if code:
+        text += f"""
+Where veca is not installed, the code beside the weights does: transformers runs it if you say that
+you trust it. It has the same classes and numbers, without the package's kernels for GPUs.
+
+```python
+from transformers import AutoImageProcessor, AutoModel
+
+processor = AutoImageProcessor.from_pretrained("{place}", trust_remote_code=True)
+model = AutoModel.from_pretrained("{place}", dtype="float32", trust_remote_code=True)
+```
+"""
+    return text
 
 
 def _architecture(config: VecaConfig) -> str:
