@@ -366,6 +366,7 @@ def test_long_names_are_shortened_to_what_a_tar_takes(tmp_path: Path) -> None:
         ("next", lambda m: m.update(next=10**400)),
         ("next", lambda m: m.update(next="3")),
         ("next", lambda m: m.update(next=99)),
+        ("next", lambda m: m.update(shards=[])),  # four images, in no shard
         ("shards", lambda m: m.update(shards={})),
         (r"shards\.1", lambda m: m["shards"].__setitem__(1, None)),
         (r"shards\.0.*bytes", lambda m: m["shards"][0].update(bytes=None)),
