@@ -68,16 +68,21 @@ def _options(data: Path, weights: str, out: Path, **more: object) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "columns", "above"), [
-    (0, ["frozen, 10-NN", "frozen, linear", "fine-tuned"], 0.6),  # 0.2 by chance
-    (1, ["frozen, linear", "fine-tuned"], 0.6),  # 0.36 for background alone
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "columns", "above"),
+    [
+        (0, ["frozen, 10-NN", "frozen, linear", "fine-tuned"], 0.6),  # 0.2 by chance
+        (1, ["frozen, linear", "fine-tuned"], 0.5),  # 0.36 for background alone
+    ],
+)
 def test_it_learns_and_the_frozen_rows_stand_beside_it(
     example, folders, weights, tmp_path, kind, columns, above
 ):
-    results = example.main(_options(folders[kind], weights, tmp_path / "out"))
+    data = folders[kind]
+    results = example.main(_options(data, weights, tmp_path / "out", steps=60, test=data))
     assert list(results["scores"]) == columns
-    assert min(results["scores"]["fine-tuned"].values()) > above
+    for cores, score in results["scores"]["fine-tuned"].items():
+        assert score > max(above, results["scores"]["frozen, linear"][cores])
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
     assert str(tmp_path) not in (tmp_path / "out" / "results.json").read_text()
     head, _, *rows = (tmp_path / "out" / "results.md").read_text().splitlines()
@@ -120,6 +125,7 @@ def test_each_step_draws_a_budget_unless_asked_otherwise(
     assert len(set(budgets)) > 3 if nested else set(budgets) == {None}
 
 
+@pytest.mark.slow
 def test_it_runs_alone_outside_the_clone(folders, weights, tmp_path):
     copy = shutil.copy(EXAMPLE, tmp_path / "mine.py")
     args = _options(folders[0], weights, tmp_path / "out", steps=0, **{"head-steps": 1})
@@ -176,7 +182,8 @@ def test_bad_input_is_one_line(example, folders, weights, tmp_path, monkeypatch)
         (tmp_path / "missing", {}, veca.VecaError, "missing"),
     ):
         with pytest.raises(error, match=noun) as caught:
-            example.main(_options(data, weights, tmp_path / "out", **{"steps": 1, **wrong}))
+            found = {"weights": weights, "steps": 1, **wrong}
+            example.main(_options(data, found.pop("weights"), tmp_path / "out", **found))
         assert "\n" not in str(caught.value)
     monkeypatch.setattr(sys, "argv", ["finetune.py", str(tmp_path / "missing")])
     with pytest.raises(SystemExit, match=r"finetune\.py: "):
