@@ -170,7 +170,7 @@ def test_publish(reached, tmp_path):
         tmp_path / "reached.md", "--dtype", "bfloat16",
     ) == {
         "name": "n", "licence": "l", "data": "d", "data_licence": "dl", "results": "much",
-        "dtype": torch.bfloat16,
+        "dtype": torch.bfloat16, "code": True,
     }  # fmt: skip
 
 
