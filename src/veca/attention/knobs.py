@@ -73,7 +73,7 @@ BLACKWELL: dict[tuple[str, int, int], Launch] = {
 # cores: too many of them for a backward pass or for wide heads.
 AMPERE: dict[tuple[str, int, int], Launch] = {
     ("forward", 2, 32): Launch(64, stages=2),
-    ("forward", 2, 64): Launch(64, stages=2, per_sm=2),
+    ("forward", 2, 64): Launch(32, stages=2, per_sm=2),
     ("forward", 4, 32): Launch(32, warps=8, stages=1, per_sm=1),
 }
 
@@ -87,7 +87,10 @@ TILED: dict[tuple[int, int], Launch] = {
     (4, 64): Launch(32, warps=8, stages=1, per_sm=1),
     (4, 128): Launch(16, warps=8, stages=1, per_sm=1),
 }
-AMPERE_TILED: dict[tuple[int, int], Launch] = {(2, 64): Launch(32, stages=1, per_sm=3)}
+AMPERE_TILED: dict[tuple[int, int], Launch] = {
+    (2, 32): Launch(32, stages=1, per_sm=4),
+    (2, 64): Launch(32, stages=1, per_sm=3),
+}
 """Where that differs."""
 
 
