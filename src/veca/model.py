@@ -490,9 +490,9 @@ class Veca(FeatureModel, nn.Module):
         return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
 
 
-def _unpacked(block: Block, budget: int, backend: str, x: Tensor, *tables: Tensor) -> Tensor:
+def _unpacked(block: nn.Module, budget: int, backend: str, x: Tensor, *tables: Tensor) -> Tensor:
     """A block whose tensors are arguments of their own, which checkpoints can see."""
-    return block(x, budget, Rotation(*tables[:2]), Rotation(*tables[2:]), backend)
+    return cast(Tensor, block(x, budget, Rotation(*tables[:2]), Rotation(*tables[2:]), backend))
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:

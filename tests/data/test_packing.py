@@ -328,7 +328,7 @@ def test_sizes_in_bytes() -> None:
     assert sizes == [512, 1000, 64 * 2**20, 1_500_000_000, 2 * 2**30]
     for text in ("", "-1", "MiB", "0", "1 parsec"):
         with pytest.raises(DataError, match=f"'{text}'"):
-            parse_bytes(text)
+            parse_bytes(text, DataError)
 
 
 def test_failures_of_a_shard_that_is_done_again_are_listed_once(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from veca._util.memory import give_back
 from veca.app import content
 from veca.app.content import Limits, Look, Photo, Times
 from veca.app.model_cache import LoadedModel, ModelCache
@@ -108,6 +109,7 @@ class Handlers:
         # One at a time: decoding takes up to 20 bytes a pixel for a moment.
         with self._decoding, self.uploads.take(path) as (place, name):
             photo = content.open_photo(place, self.limits, name)
+            give_back()
         return self._see(photo, controls)
 
     @errors_as_messages

@@ -119,7 +119,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return self.veca.patch_embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.veca.patch_embed = value
+        self.veca.patch_embed = cast(nn.Conv2d, value)
 
     def _init_weights(self, module: nn.Module) -> None:
         """As `veca.model.initialize`, with functions that leave loaded tensors alone."""
