@@ -9,8 +9,9 @@ shared memory are read from the machine code and kept in results/kernels.csv. A 
 shared memory than the GPUs of a family have, fails.
 
 A launch is compiled with the flags that add most to its code: padded cores and patches, gradients
-of the tables, in bfloat16 and float32. `--all` compiles every combination: float16, half-precision
-tables, whole tiles, every size of the core block, every width of a teacher; a day on one core.
+of the tables, the largest block of cores, in bfloat16 and float32. `--all` compiles every
+combination: float16, half-precision tables, whole tiles, smaller blocks of cores, every width of a
+teacher; a day on one core.
 """
 
 from __future__ import annotations
@@ -198,7 +199,6 @@ def attend_all(everything: bool) -> None:
         kinds = [None, torch.float32, *([dtype] if dtype in halves else [])]
         for tables in kinds[:2]:
             attend(dtype, width, tables, 50, 1000, 1, weighted)
-        attend(dtype, width, torch.float32, 8, 1000, 1, weighted)
         attend(dtype, width, torch.float32, 100, 1000, 2, weighted)
         if not everything:
             continue
