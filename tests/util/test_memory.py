@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 import pytest
 import torch
 
-from veca._util.memory import is_out_of_memory, peak_tensor_memory
+from veca._util.memory import give_back, is_out_of_memory, peak_tensor_memory
 
 
 def test_peak_counts_what_is_alive_at_once():
@@ -42,3 +44,17 @@ def test_out_of_memory_is_recognised():
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes do not agree"))
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc is asked to give memory back"
+)
+def test_freed_memory_is_given_back():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [b"x" * 60_000 * (i > 0) + b"y" for i in range(2000)]
+    blocks = blocks[-1:]  # what is freed lies below what is kept
+    before = resident()
+    give_back()
+    assert before - resident() > 50e6 and len(blocks) == 1
