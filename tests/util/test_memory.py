@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from veca._util import memory
 from veca._util.memory import (
     available_memory,
     forward_bytes,
+    give_back,
     is_out_of_memory,
     peak_tensor_memory,
     too_large,
@@ -127,3 +130,17 @@ def test_embed_refuses_and_lists_the_same(little, tmp_path):
     assert "10 MB are free" in report.failures_file.read_text()
     with pytest.raises(InputError, match="10000 x 10000"):
         embed(sources, tmp_path / "large", size=10_000, **options)
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc is asked to give memory back"
+)
+def test_freed_memory_is_given_back():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    blocks = [b"x" * 60_000 * (i > 0) + b"y" for i in range(2000)]
+    blocks = blocks[-1:]  # what is freed lies below what is kept
+    before = resident()
+    give_back()
+    assert before - resident() > 50e6 and len(blocks) == 1

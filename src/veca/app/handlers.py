@@ -109,7 +109,6 @@ class Handlers:
         # One at a time: decoding takes up to 20 bytes a pixel for a moment.
         with self._decoding, self.uploads.take(path) as (place, name):
             photo = content.open_photo(place, self.limits, name)
-            give_back()
         return self._see(photo, controls)
 
     @errors_as_messages
@@ -195,6 +194,7 @@ class Handlers:
             **_numbers(look, controls, content.measure_times(look, entry, budget)),
         }
         look.view.forget(keep={budget, entry.model.config.num_cores})
+        give_back()  # what decoding and drawing took
         return changes
 
 
