@@ -64,7 +64,8 @@ class Reduction:
         from safetensors.torch import save
 
         with atomic_write(path) as file:
-            file.write(save(self.tensors, {"made_by": "veca", "layout": "veca-pca-1"}))
+            # One word of metadata: safetensors writes several in an order of its own each time.
+            file.write(save(self.tensors, {"layout": "veca-pca-1"}))
 
 
 def fit(samples: Mapping[str, NDArray[Any]], dimensions: int) -> Reduction:
