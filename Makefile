@@ -49,7 +49,9 @@ sbom: $(VENV)/.installed-dev  # what a release runs with, version by version, as
 		-c constraints.txt '.[$(EXTRAS)]'
 	$(VENV)-release/bin/python -m pip uninstall --quiet --yes pip setuptools
 	mkdir -p build
-	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+	sed "s/^dynamic = .*/version = \"$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/veca/version.py)\"/" \
+		pyproject.toml > build/pyproject.toml  # it takes the version from there alone
+	$(BIN)/cyclonedx-py environment --pyproject build/pyproject.toml --mc-type library \
 		--output-reproducible --short-PURLs -o build/veca.cdx.json $(VENV)-release/bin/python
 
 lowest:  # with the lowest versions that are declared: the core alone, which extras would raise, and all

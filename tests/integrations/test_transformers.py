@@ -451,7 +451,7 @@ def test_the_processor_gives_the_pixels_of_preprocess(photo, tmp_path):
     short = processor(photo, size={"shortest_edge": 32}, fit="pad", return_tensors="pt")
     assert torch.equal(short.pixel_values, veca.preprocess(photo, size=32, fit="pad").pixels)
     native = processor(photo, do_resize=False, do_normalize=False, return_tensors="pt").pixel_values
-    bare = veca.preprocess(photo, mean=(0, 0, 0), std=(1, 1, 1)).pixels
+    bare = veca.preprocess(photo, None, mean=(0, 0, 0), std=(1, 1, 1)).pixels
     assert torch.equal(native, bare)
     grey = processor(array[..., 0], return_tensors="pt").pixel_values
     assert torch.equal(grey, veca.preprocess(photo.getchannel(0), size=(64, 96)).pixels)
@@ -509,7 +509,7 @@ def test_options_that_are_done_anyway_or_by_the_call(photo):
     processor = hf.VecaImageProcessor(do_resize=False, **done)
     done.pop("processor_class")
     found = processor(photo, patch_size=20, return_tensors="pt", **done).pixel_values
-    assert torch.equal(found, veca.preprocess(photo, patch_size=20).pixels)
+    assert torch.equal(found, veca.preprocess(photo, None, patch_size=20).pixels)
     assert tuple(found.shape[2:]) == (60, 100)
 
     narrow = np.asarray(photo.resize((32, 3)))  # [3, 32, 3]: either side could be the colours

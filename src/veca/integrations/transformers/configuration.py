@@ -89,6 +89,11 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
     @property
     def hidden_size(self) -> int:
         """Width of `last_hidden_state` and of everything else that comes out."""
+        return self.feature_width
+
+    @property
+    def feature_width(self) -> int:
+        """The same, as the plain model's configuration calls it."""
         return self.to_veca().feature_width
 
     def to_veca(self) -> Architecture:
