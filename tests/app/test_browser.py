@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import shutil
 import time
 from pathlib import Path
 
@@ -42,8 +44,9 @@ def browser():
 class Visitor:
     """A page in a browser session of its own."""
 
-    def __init__(self, browser, address):
-        self.context = browser.new_context(viewport={"width": 1500, "height": 1200})
+    def __init__(self, browser, address, width=1500, height=1200, **options):
+        viewport = {"width": width, "height": height}
+        self.context = browser.new_context(viewport=viewport, **options)
         self.page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE)
         self.requests: list[str] = []
@@ -241,3 +244,32 @@ def test_a_file_over_the_limit_gets_a_message(visitor, tmp_path):
     visitor.drop(path)
     visitor.page.wait_for_selector("text=maximum allowed size")
     visitor.screenshot("too-large")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_everything_and_the_sliders_stay(browser, address, scheme, tmp_path):
+    phone = Visitor(browser, address, 390, 844, color_scheme=scheme)
+    try:
+        page = phone.page
+        text = tmp_path / "holiday.jpg"
+        text.write_text("This is not a photo.\n")
+        phone.drop(text)
+        phone.wait_for_message("holiday.jpg")
+        phone.screenshot(f"phone-{scheme}")
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        too_wide = """() => [...document.querySelectorAll('#numbers td, #message, .picture')]
+            .filter(e => e.checkVisibility() && e.getBoundingClientRect().right > 390).length"""
+        assert page.evaluate(too_wide) == 0
+        page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
+        place = page.locator("#cores input[type=range]").bounding_box()
+        assert 0 <= place["y"] < 150 and page.evaluate("window.scrollY") > 844
+        colours = page.evaluate(
+            "[getComputedStyle(document.querySelector('#message .error')).backgroundColor,"
+            " getComputedStyle(document.body).backgroundColor]"
+        )
+        for colour in colours:
+            level = sum(map(float, re.findall(r"[0-9.]+", colour)[:3])) / 3
+            assert level < 100 if scheme == "dark" else level > 155, colours
+    finally:
+        phone.context.close()

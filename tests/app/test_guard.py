@@ -200,7 +200,7 @@ def test_an_event_carries_what_the_page_sends_and_no_more(guard, gradio):
         "data": [32, "norm"],
         "fn_index": 3,
         "session_hash": "abc123",
-        "event_data": {"index": [3, 4]},
+        "event_data": {"index": [3, 4], "value": None},
     }
 
 

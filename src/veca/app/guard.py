@@ -194,7 +194,7 @@ class Guard:
                 "data": [self._without_foreign_files(value) for value in event["data"]],
                 "fn_index": event["fn_index"],
                 "session_hash": event["session_hash"],
-                "event_data": None if index is None else {"index": index},
+                "event_data": None if index is None else {"index": index, "value": None},
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Refused(400, "Expected an event of the page.") from error
