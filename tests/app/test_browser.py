@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import shutil
 import time
 from pathlib import Path
 
