@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from veca.errors import ConfigError, check_choice, suggest
@@ -52,6 +52,13 @@ class VecaConfig:
     core_move_init: float = 0.01
     """Initial value of each layer's step size for the moving cores."""
 
+    merge_before: tuple[int, ...] | None = None
+    """With `keep` below 1, the blocks before which windows of patches merge, 1..L, ascending.
+    None: `MERGE_BEFORE`, as shares of the depth."""
+    merge_windows: tuple[int, ...] | None = None
+    """Patches a side of those windows, one number a step, each a multiple of the one before.
+    None: `MERGE_WINDOWS`."""
+
     image_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     image_std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """With `image_mean`, what pixels in 0..1 are normalised by, as the weights expect it."""
@@ -85,6 +92,10 @@ class VecaConfig:
         for name in ("rope_jitter", "rope_rescale"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name), at_least=1.0)
+        for name in ("merge_before", "merge_windows"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
+        _check_merging(self.depth, self.merge_steps)
         for name in ("image_mean", "image_std"):
             object.__setattr__(self, name, _three_numbers(name, getattr(self, name)))
         if min(self.image_std) <= 0:
@@ -105,13 +116,36 @@ class VecaConfig:
         """Width of the features that come out of the model."""
         return self.width if self.output_width is None else self.output_width
 
+    @property
+    def merge_steps(self) -> tuple[tuple[int, int], ...]:
+        """(block, side): before this block, windows of side x side patches merge."""
+        before = self.merge_before
+        if before is None:
+            # Blocks of a network too shallow for all steps fall together; one step is left.
+            places = [round(share * self.depth) + 1 for share in MERGE_BEFORE]
+            before = tuple(min(place, self.depth) for place in places)
+        windows = MERGE_WINDOWS if self.merge_windows is None else self.merge_windows
+        if len(before) != len(windows):
+            raise ConfigError(
+                f"merge_before and merge_windows have one number a step each, got {before} and "
+                f"{windows}."
+            )
+        steps = dict(zip(before, windows, strict=True))
+        return tuple(steps.items())
+
     def replace(self, **changes: Any) -> VecaConfig:
         """A copy with some fields changed; unknown fields are refused."""
         return VecaConfig.from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, in the order of the fields."""
+        """Plain JSON types, in the order of the fields.
+
+        What 0.1 does not know is left out where it has its default, so that 0.1 reads the rest.
+        """
         fields = dataclasses.asdict(self)
+        for name in ("merge_before", "merge_windows"):
+            if fields[name] is None:
+                del fields[name]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
     @classmethod
@@ -151,6 +185,30 @@ def _require_number(
         raise ConfigError(f"{name} must be {lower}{upper}, got {value!r}.")
 
 
+def _whole_numbers(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list of whole numbers, got {value!r}.")
+    for number in (numbers := tuple(value)):
+        _require_positive_int(name, number)
+    return numbers
+
+
+def _check_merging(depth: int, steps: tuple[tuple[int, int], ...]) -> None:
+    blocks = [block for block, _ in steps]
+    if blocks != sorted(set(blocks)) or (blocks and blocks[-1] > depth):
+        raise ConfigError(
+            f"merge_before must be ascending blocks from 1 to {depth}, got {tuple(blocks)}."
+        )
+    before = 1
+    for _, side in steps:
+        if side < 2 or side % before:
+            raise ConfigError(
+                "merge_windows must be at least 2 and each a multiple of the one before, got "
+                f"{tuple(side for _, side in steps)}."
+            )
+        before = side
+
+
 def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     try:
         numbers = tuple(float(x) for x in value)  # type: ignore[attr-defined]
@@ -160,6 +218,11 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
         raise ConfigError(f"{name} must be three finite numbers (R, G, B), got {value!r}.")
     return numbers
 
+
+MERGE_BEFORE = (4 / 12, 7 / 12)
+"""Shares of the depth that have run when windows of patches merge (research/diary.md)."""
+MERGE_WINDOWS = (2, 4)
+"""Patches a side of those windows."""
 
 EXTRA_TOKENS = 5
 """Of a dense ViT, beside its patches: CLS and four registers."""

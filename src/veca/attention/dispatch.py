@@ -24,6 +24,7 @@ def core_attention(
     *,
     core_rotation: Rotation | tuple[Tensor, Tensor] | None = None,
     patch_rotation: Rotation | tuple[Tensor, Tensor] | None = None,
+    multiplicity: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -42,6 +43,9 @@ def core_attention(
     """
     core_rotation, patch_rotation = _check(q, k, v, num_cores, core_rotation, patch_rotation)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if multiplicity is not None:
+        run = reference.core_attention if backend == "reference" else sdpa.core_attention
+        return run(q, k, v, num_cores, core_rotation, patch_rotation, scale, multiplicity)
     run = _choose(q, k, v, num_cores, patch_rotation, backend)
     return run(q, k, v, num_cores, core_rotation, patch_rotation, scale)
 

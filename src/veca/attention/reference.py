@@ -28,12 +28,15 @@ def core_attention(
     core_rotation: Rotation | None,
     patch_rotation: Rotation | None,
     scale: float,
+    multiplicity: Tensor | None = None,
 ) -> Tensor:
     dtype = q.dtype
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     q = rotate_tokens(q, num_cores, core_rotation, patch_rotation)
     k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
     scores = q @ k.transpose(-2, -1) * scale
+    if multiplicity is not None:
+        scores = scores + torch.nn.functional.pad(multiplicity.to(scores.dtype), (num_cores, 0), value=1.0).log()[:, None, None]
     seen = visibility(q.shape[-2], num_cores, q.device)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
     return (weights @ v).to(dtype)

@@ -18,6 +18,7 @@ def core_attention(
     core_rotation: Rotation | None,
     patch_rotation: Rotation | None,
     scale: float,
+    multiplicity: Tensor | None = None,
 ) -> Tensor:
     q_cores, q_patches = q[:, :, :num_cores], q[:, :, num_cores:]
     if core_rotation is not None:
@@ -26,7 +27,11 @@ def core_attention(
         q_patches = rotate(q_patches, patch_rotation)
     k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
 
-    cores = scaled_dot_product_attention(q_cores, k, v, scale=scale)
+    mask = None
+    if multiplicity is not None:
+        m = torch.nn.functional.pad(multiplicity.float(), (num_cores, 0), value=1.0).log()
+        mask = m[:, None, None].to(q.dtype).expand(-1, 1, num_cores, -1)
+    cores = scaled_dot_product_attention(q_cores, k, v, attn_mask=mask, scale=scale)
     if q_patches.shape[2] == 0:
         return cores
     patches = scaled_dot_product_attention(
