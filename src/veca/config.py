@@ -55,9 +55,6 @@ class VecaConfig:
     merge_before: tuple[int, ...] | None = None
     """With `keep` below 1, the blocks before which windows of patches merge, 1..L, ascending.
     None: `MERGE_BEFORE`, as shares of the depth."""
-    merge_windows: tuple[int, ...] | None = None
-    """Patches a side of those windows, one number a step, each a multiple of the one before.
-    None: `MERGE_WINDOWS`."""
 
     image_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     image_std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -92,10 +89,13 @@ class VecaConfig:
         for name in ("rope_jitter", "rope_rescale"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name), at_least=1.0)
-        for name in ("merge_before", "merge_windows"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
-        _check_merging(self.depth, self.merge_steps)
+        if self.merge_before is not None:
+            blocks = _whole_numbers("merge_before", self.merge_before)
+            object.__setattr__(self, "merge_before", blocks)
+            if list(blocks) != sorted(set(blocks)) or not blocks or blocks[-1] > self.depth:
+                raise ConfigError(
+                    f"merge_before must be ascending blocks from 1 to {self.depth}, got {blocks}."
+                )
         for name in ("image_mean", "image_std"):
             object.__setattr__(self, name, _three_numbers(name, getattr(self, name)))
         if min(self.image_std) <= 0:
@@ -117,21 +117,13 @@ class VecaConfig:
         return self.width if self.output_width is None else self.output_width
 
     @property
-    def merge_steps(self) -> tuple[tuple[int, int], ...]:
-        """(block, side): before this block, windows of side x side patches merge."""
-        before = self.merge_before
-        if before is None:
-            # Blocks of a network too shallow for all steps fall together; one step is left.
-            places = [round(share * self.depth) + 1 for share in MERGE_BEFORE]
-            before = tuple(min(place, self.depth) for place in places)
-        windows = MERGE_WINDOWS if self.merge_windows is None else self.merge_windows
-        if len(before) != len(windows):
-            raise ConfigError(
-                f"merge_before and merge_windows have one number a step each, got {before} and "
-                f"{windows}."
-            )
-        steps = dict(zip(before, windows, strict=True))
-        return tuple(steps.items())
+    def merge_blocks(self) -> tuple[int, ...]:
+        """The blocks before which windows of patches merge when `keep` is below 1."""
+        if self.merge_before is not None:
+            return self.merge_before
+        # Steps fall together in a network with fewer blocks than steps.
+        places = (min(round(share * self.depth) + 1, self.depth) for share in MERGE_BEFORE)
+        return tuple(sorted(set(places)))
 
     def replace(self, **changes: Any) -> VecaConfig:
         """A copy with some fields changed; unknown fields are refused."""
@@ -143,9 +135,8 @@ class VecaConfig:
         What 0.1 does not know is left out where it has its default, so that 0.1 reads the rest.
         """
         fields = dataclasses.asdict(self)
-        for name in ("merge_before", "merge_windows"):
-            if fields[name] is None:
-                del fields[name]
+        if self.merge_before is None:
+            del fields["merge_before"]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
     @classmethod
@@ -193,22 +184,6 @@ def _whole_numbers(name: str, value: object) -> tuple[int, ...]:
     return numbers
 
 
-def _check_merging(depth: int, steps: tuple[tuple[int, int], ...]) -> None:
-    blocks = [block for block, _ in steps]
-    if blocks != sorted(set(blocks)) or (blocks and blocks[-1] > depth):
-        raise ConfigError(
-            f"merge_before must be ascending blocks from 1 to {depth}, got {tuple(blocks)}."
-        )
-    before = 1
-    for _, side in steps:
-        if side < 2 or side % before:
-            raise ConfigError(
-                "merge_windows must be at least 2 and each a multiple of the one before, got "
-                f"{tuple(side for _, side in steps)}."
-            )
-        before = side
-
-
 def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     try:
         numbers = tuple(float(x) for x in value)  # type: ignore[attr-defined]
@@ -219,10 +194,8 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     return numbers
 
 
-MERGE_BEFORE = (4 / 12, 7 / 12)
-"""Shares of the depth that have run when windows of patches merge (research/diary.md)."""
-MERGE_WINDOWS = (2, 4)
-"""Patches a side of those windows."""
+MERGE_BEFORE = (2 / 12, 5 / 12, 8 / 12)
+"""Shares of the depth that have run when windows of patches merge; chosen in research/merging.py."""
 
 EXTRA_TOKENS = 5
 """Of a dense ViT, beside its patches: CLS and four registers."""

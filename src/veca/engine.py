@@ -207,7 +207,7 @@ class PreparedShape:
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, engine.device)
         self.periphery = Periphery(rope.grid_coordinates(*grid, engine.device).unsqueeze(0))
         self.rotation = _tables(self.periphery.xy, periods, engine.dtype)
-        self.merges = merge_plan(c.merge_steps, keep, grid)
+        self.merges = merge_plan(c.merge_blocks, keep, grid)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.images: Tensor
         """With a graph: the input it reads."""

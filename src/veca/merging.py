@@ -36,25 +36,30 @@ class Periphery(NamedTuple):
 
 
 def merge_plan(
-    steps: tuple[tuple[int, int], ...], keep: float, grid: tuple[int, int]
+    blocks: tuple[int, ...], keep: float, grid: tuple[int, int]
 ) -> dict[int, tuple[int, int]]:
     """What merges where: {block: (side of the windows, tokens left)}, `keep` left after the last.
 
-    The shares fall geometrically from step to step. Windows that the grid cuts off are not
-    merged, so that a small grid may keep more than is asked for.
+    The shares fall geometrically from step to step. Windows are of 2 x 2 patches, and of 4 x 4
+    where those cannot merge enough: below a quarter. Windows that the grid cuts off are not merged, so that a small
+    grid may keep more than is asked for.
 
     Args:
-        steps: `VecaConfig.merge_steps`.
+        blocks: `VecaConfig.merge_blocks`.
     """
     if keep == 1:
         return {}
     height, width = grid
+    patches = height * width
     plan = {}
-    for number, (block, side) in enumerate(steps, start=1):
+    for number, block in enumerate(blocks, start=1):
+        share = keep ** (number / len(blocks))
+        side = 2 if share >= 1 / 4 else 4
         whole = (height // side) * (width // side)
-        least = height * width - whole * (side * side - 1)
-        share = keep ** (number / len(steps))
-        plan[block] = (side, max(round(share * height * width), least))
+        least = patches - whole * (side * side - 1)
+        # In whole numbers, because a grid that is left open in an export has no others.
+        target = (patches * round(share * 10_000) + 5_000) // 10_000
+        plan[block] = (side, torch.sym_max(target, least))
     return plan
 
 
@@ -143,5 +148,11 @@ def _window_of_patches(grid: tuple[int, int], side: int, device: torch.device) -
 
 
 def _difference(members: Tensor, mean: Tensor) -> Tensor:
-    """How much is lost when windows [B, W, S, D] become their mean [B, W, D]: [B, W]."""
-    return (1 - F.cosine_similarity(members.float(), mean.float().unsqueeze(2), dim=-1)).sum(dim=2)
+    """How much is lost when windows [B, W, S, D] become their mean [B, W, D]: [B, W].
+
+    The angles between patches and mean count, and more so the longer the mean: between the angles
+    alone and the squared distances, and better than either.
+    """
+    members, mean = members.float(), mean.float()
+    angles = 1 - F.cosine_similarity(members, mean.unsqueeze(2), dim=-1)
+    return angles.sum(dim=2) * mean.norm(dim=-1)

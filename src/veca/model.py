@@ -446,7 +446,7 @@ class Veca(FeatureModel, nn.Module):
             )
         periphery = Periphery(patch_xy.unsqueeze(0))
         patch_rotation = rope.rotation(periphery.xy, periods)
-        merges = merge_plan(c.merge_steps, share, grid)
+        merges = merge_plan(c.merge_blocks, share, grid)
 
         # A copy: without gradients, views of parameters trip up torch's counter of FLOPs.
         raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0).clone()
