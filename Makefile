@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread: on a busy machine several that wait for each other are many times slower.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test test-fast coverage research-test lint docs build lowest clean
+.PHONY: run test test-fast test-gpu coverage research-test lint docs docs-version build lowest clean
 
 run: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
@@ -15,6 +15,9 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev  # under two minutes on two cores
 	$(TEST) -m "not slow and not browser and not gpu"
+
+test-gpu: $(VENV)/.installed-dev  # the attention kernels on a real GPU; mostly compiling, side by side
+	$(BIN)/python -m pytest -n 8 -m gpu tests/attention
 
 coverage: $(VENV)/.installed-dev
 	$(TEST) --cov --cov-report=term --cov-report=markdown:coverage.md
@@ -29,6 +32,10 @@ lint: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-dev  # the site, into build/site; broken links and warnings fail
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-version: $(VENV)/.installed-dev  # the site of VERSION into the branch gh-pages, beside the others
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	$(BIN)/mike set-default latest
 
 build: $(VENV)/.installed-dev  # the wheel and the source archive, into dist/
 	$(BIN)/python -m build

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def contenders(
     batch: int, patches: int, cores: int
 ) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     turn = tables(batch, cores, patches)
+    # As after merging: some tokens stand for four patches.
+    counts = torch.where(torch.rand(batch, patches, device="cuda") < 0.3, 4.0, 1.0)
 
     def dense(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,6 +85,9 @@ def contenders(
         "one pass, rotating": lambda q, k, v: core_attention(
             q, k, v, cores, backend="triton", **turn
         ),
+        "one pass, rotating, multiplicity": lambda q, k, v: core_attention(
+            q, k, v, cores, backend="triton", multiplicity=counts, **turn
+        ),
         "two SDPA": lambda q, k, v: core_attention(q, k, v, cores, backend="sdpa"),
         "two SDPA, rotating": lambda q, k, v: core_attention(
             q, k, v, cores, backend="sdpa", **turn
@@ -94,9 +100,11 @@ def contenders(
 
 def check(cores: int) -> None:
     """Values and gradients of the kernels against the definition in float64."""
-    for patches in (1000, 4097):
+    for patches, weighted in itertools.product((1000, 4097), (False, True)):
         q, k, v = inputs(2, cores + patches, grad=True)
         turn = tables(2, cores, patches)
+        if weighted:
+            turn["multiplicity"] = torch.randint(0, 5, (2, patches), device="cuda").float()
         upstream = torch.randn_like(q)
         got = core_attention(q, k, v, cores, backend="triton", **turn)
         grads = torch.autograd.grad(got, (q, k, v), upstream)
@@ -141,6 +149,7 @@ def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, obje
     row["vs two SDPA, flash"] = times["two SDPA, flash"] / times["one pass"]
     rotating = times["one pass, rotating"]
     row["rotating vs two SDPA, rotating"] = times["two SDPA, rotating"] / rotating
+    row["multiplicity vs without"] = times["one pass, rotating, multiplicity"] / rotating
     row["vs dense cuDNN"] = times["dense cuDNN"] / times["one pass"]
     row["rotating vs dense cuDNN"] = times["dense cuDNN"] / rotating
     del calls, forward_sets
@@ -150,7 +159,10 @@ def measure(batch: int, patches: int, cores: int, peak: float) -> dict[str, obje
     upstream = torch.randn(batch, tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
     upstream = upstream.transpose(1, 2)
     calls, memory = {}, {}
-    for name in ("one pass", "one pass, rotating", "two SDPA", "two SDPA, rotating"):
+    for name in (
+        "one pass", "one pass, rotating", "one pass, rotating, multiplicity",
+        "two SDPA", "two SDPA, rotating",
+    ):  # fmt: skip
         steps = [functools.partial(both, runs[name], qkv, upstream) for qkv in training_sets]
         memory[name] = peak_memory(steps[0])
         calls[name] = capture(steps)

@@ -12,7 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.rows import read
+from benchmarks.rows import number, read
 from benchmarks.scores import (
     CONTROL,
     DRAWN,
@@ -76,6 +76,54 @@ def model_plot() -> Figure:
     middle.legend()
     figure.suptitle(f"ViT-B/16 size, bfloat16, {rows[0]['gpu']}, torch {rows[0]['torch']}")
     return figure
+
+
+def speed_plot() -> Figure:
+    """The plot of the README: one image against its size, on a GPU and on a CPU core."""
+    gpu, cpu = read("model"), read("cpu")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    # The batch that keeps the GPU busy; both networks have the same.
+    busy = [r for r in gpu if r["batch"] != "1"]
+    _race(
+        left,
+        [int(r["pixels"]) for r in busy],
+        [dense_ms(r) / int(r["batch"]) for r in busy],
+        [float(r["veca 64 ms"]) / int(r["batch"]) for r in busy],
+        "dense DINOv3-B",
+    )
+    left.set_title(f"ViT-B size, {gpu[0]['gpu']}, bfloat16", fontsize=10)
+    times = {(r["model"], r["cores"], int(r["size"])): float(r["ms"]) for r in cpu}
+    sizes = sorted({size for _, _, size in times})
+    _race(
+        right,
+        sizes,
+        [times["dense", "", size] for size in sizes],
+        [times["veca", "64", size] for size in sizes],
+        "the same network, full attention",
+    )
+    right.set_title(f"ViT-S size, one core of an {cpu[0]['cpu']}, float32", fontsize=10)
+    return figure
+
+
+def _race(
+    axis: Axes, pixels: list[int], dense: list[float], veca: list[float], opponent: str
+) -> None:
+    axis.plot(pixels, dense, marker="o", color=COLOURS["dense"], label=opponent)
+    axis.plot(pixels, veca, marker="o", color=COLOURS["64"], label="VECA, 64 cores")
+    for x, slow, fast in zip(pixels, dense, veca, strict=True):
+        axis.annotate(
+            f"{number(slow / fast)}x",
+            (x, fast),
+            xytext=(0, -16),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=COLOURS["64"],
+        )
+    _log(axis, pixels, "ms per image")
+    axis.margins(y=0.15)
+    axis.legend(fontsize=9)
 
 
 def attention_plot() -> Figure:
@@ -195,6 +243,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     figures = {
+        "speed": speed_plot,
         "gpu-model": model_plot,
         "gpu-attention": attention_plot,
         "results-budget": budget_plot,

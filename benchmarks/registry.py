@@ -25,6 +25,7 @@ SPEED = {
     "distill": Benchmark("distillation, images/s with the teacher in the loop", True),
     "recorded": Benchmark("distillation steps as CUDA graphs, beside launched ones", True),
     "tune_attention": Benchmark("the best launch of each attention kernel on this GPU", True),
+    "kernels": Benchmark("registers, spills and shared memory of every GPU kernel; no GPU"),
     "cpu": Benchmark("time and memory against resolution, beside dense attention"),
     "embed": Benchmark("veca embed beside the bare model and the bare decoder"),
     "export_matrix": Benchmark("how far exported files are from the model; hours"),

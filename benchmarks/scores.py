@@ -10,12 +10,13 @@ a look at images; `few` what is left with fewer cores than were trained, on a pa
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.rows import Rows, read, table
-from veca.weights import read_provenance
+from veca.cost import cost
+from veca.weights import read_config, read_provenance
+from veca.weights.names import locate
 
 PROBES = {
     "pets-knn": ("Pets, 10-NN %", "top1"),
@@ -28,9 +29,7 @@ PROBES = {
 ROOMS = "nyuv2-depth"
 DRAWN = {**PROBES, ROOMS: ("NYUv2, RMSE m", "rmse")}
 """With a probe of the shipped weights that the dense control never had."""
-EVERY_BUDGET = ("8", "16", "24", "32", "40", "48", "56", "64")
 BUDGETS = ("8", "16", "32", "64")
-CLASSIFICATION = ("pets-knn", "pets-linear")
 SMALL, TINY, CONTROL = "veca_small_patch16", "veca_tiny_patch16", "dense_vit_small"
 TEACHER, SMALL_CONTROL, BLIND = "efficientnet-lite2", "veca_small_control", "blind"
 NAMES = {
@@ -41,6 +40,11 @@ NAMES = {
     TINY: "tiny",
     SMALL_CONTROL: "small beside the control",
 }
+
+SHIPPED_WEIGHTS = {TINY: "in the package", SMALL: "in `weights/` of a clone"}
+LONG_NAMES = {CONTROL: "dense ViT of small's size", TEACHER: "EfficientNet-Lite2, the teacher"}
+MAIN = ("pets-knn", "pets-linear", "camvid", ROOMS)
+"""The probes of the short table."""
 
 SHIPPED = "again192-sizes"
 """The run whose small is the shipped one."""
@@ -88,17 +92,111 @@ Scores = dict[tuple[str, str, str], float]
 """(backbone, cores, probe) -> its score."""
 
 
-def probes(rows: Rows) -> str:
-    return _every_probe(rows, (BLIND, TEACHER, CONTROL), EVERY_BUDGET)
+def weights(rows: Rows) -> str:
+    """The shipped weights by size and score, then the networks they are held against."""
+    scores = scores_in([*dense_control(), *rows, *read(f"probes/intervals/{ROOMS}")])
+    lines = []
+    for name, cores in ((TINY, "64"), (SMALL, "64"), (CONTROL, ""), (TEACHER, "")):
+        about = ["", "", ""]
+        if name in SHIPPED_WEIGHTS:
+            where = locate(name, ("model.safetensors",))
+            megabytes = (where / "model.safetensors").stat().st_size / 1e6
+            parameters = cost(read_config(where)).veca.parameters / 1e6
+            about = [f"{parameters:.1f} M", f"{megabytes:.1f} MB", SHIPPED_WEIGHTS[name]]
+        title = f"`{name}`" if name in SHIPPED_WEIGHTS else LONG_NAMES[name]
+        seen = f"{samples_seen(name):.1f} M" if name != TEACHER else ""
+        found = (shown(probe, scores.get((name, cores, probe))) for probe in MAIN)
+        lines.append([title, *about, seen, *found])
+    titles = (DRAWN[probe][0] for probe in MAIN)
+    return table(["weights", "parameters", "file", "where", "samples seen", *titles], lines)
 
 
 def probes_short(rows: Rows) -> str:
-    return _every_probe(rows, (TEACHER, CONTROL), ("8", "64"))
+    return every_probe(rows, (TEACHER, CONTROL), ("8", "64"))
 
 
-def _every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> str:
+def probes(rows: Rows) -> str:
+    """Scores with half of their 95 % interval, where one was drawn."""
+    scores = scores_in(
+        [*read("probes/blind"), *dense_control(), *rows, *read(f"probes/intervals/{ROOMS}")]
+    )
+    ends = interval_ends()
+
+    def cell(name: str, cores: str, probe: str) -> str:
+        value = shown(probe, scores.get((name, cores, probe)))
+        low, high = ends.get((name, cores, probe), (0.0, 0.0))
+        return f"{value} ±{shown(probe, (high - low) / 2)}" if value and low < high else value
+
+    lines = [(name, "") for name in (BLIND, TEACHER, CONTROL)]
+    lines += [(name, cores) for name in (SMALL, TINY) for cores in ("8", "64")]
+    return table(
+        ["", "cores", *(title for title, _ in DRAWN.values())],
+        [[NAMES[name], cores, *(cell(name, cores, p) for p in DRAWN)] for name, cores in lines],
+    )
+
+
+def budgets(rows: Rows) -> str:
+    """Retention: the share of the score with all cores, and its 95 % interval."""
+    scores = scores_in([*rows, *read(f"probes/intervals/{ROOMS}")])
+    ends = interval_ends("full")
+    lines = []
+    for name in (SMALL, TINY):
+        for cores in BUDGETS[:-1]:
+            line = [NAMES[name], cores]
+            for probe in DRAWN:
+                share = ratio(probe, scores[name, cores, probe], scores[name, "64", probe])
+                low, high = (100 * end for end in ends[name, cores, probe])
+                line.append(f"{100 * share:.1f} % ({low:.1f}–{high:.1f})")
+            lines.append(line)
+    return table(["", "cores", *(plain(title) for title, _ in DRAWN.values())], lines)
+
+
+def control(_: Rows) -> str:
+    """VECA-small's share of the dense ViT's scores as both see more of the same samples."""
+    lines = []
+    for pair in SECOND:
+        veca, dense = after(pair.veca), after(pair.dense)
+        for cores in ("8", "64"):
+            shares = (
+                ratio(probe, veca[SMALL, cores, probe], dense[CONTROL, "", probe])
+                for probe in PROBES
+            )
+            seen = f"{samples_after(pair.veca):.1f} M"
+            lines.append([seen, cores, *(f"{100 * x:.1f} %" for x in shares)])
+    return table(["samples", "cores", *(plain(title) for title, _ in PROBES.values())], lines)
+
+
+def dials(_: Rows) -> str:
+    """What turning each dial down takes of the time, on both machines, and the retention."""
+    scores = scores_in(read("probes/shipped"))
+    kept = [
+        f"{100 * scores[SMALL, '8', probe] / scores[SMALL, '64', probe]:.1f} % {title}"
+        for probe, title in (("pets-knn", "Pets 10-NN"), ("camvid", "CamVid"))
+    ]
+    on_cpu = {(r["size"], r["cores"]): float(r["ms"]) for r in read("cpu") if r["model"] == "veca"}
+    on_gpu: dict[tuple[str, str], float] = {}
+    for r in read("model"):  # large batches, where the GPU is busy
+        if r["batch"] != "1":
+            for cores in ("8", "64"):
+                on_gpu[r["pixels"], cores] = float(r[f"veca {cores} ms"]) / int(r["batch"])
+    turns = {
+        "`size`": (("1024", "64"), ("512", "64")),
+        "`cores` at 1024 px": (("1024", "64"), ("1024", "8")),
+        "`cores` at 256 px": (("256", "64"), ("256", "8")),
+    }
+    lines = []
+    for dial, (full, less) in turns.items():
+        which = 0 if full[0] != less[0] else 1
+        times = (f"{on[less] / on[full]:.2f}x" for on in (on_cpu, on_gpu))
+        retention = ", ".join(kept) if full == ("256", "64") else ""  # at the size of the probes
+        lines.append([dial, f"{full[which]} to {less[which]}", *times, retention])
+    header = ["dial", "turned down", "time, one CPU core", "time, H200", "retention"]
+    return table(header, lines)
+
+
+def every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> str:
     """The shipped weights at these budgets, after others without budgets."""
-    scores = _scores([*read("probes/blind"), *dense_control(), *rows])
+    scores = scores_in([*read("probes/blind"), *dense_control(), *rows])
     lines = [(name, "") for name in beside]
     lines += [(name, cores) for name in (SMALL, TINY) for cores in budgets]
     return table(
@@ -107,7 +205,7 @@ def _every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> s
             [
                 NAMES[name],
                 cores,
-                *(_score(probe, scores.get((name, cores, probe))) for probe in PROBES),
+                *(shown(probe, scores.get((name, cores, probe))) for probe in PROBES),
             ]
             for name, cores in lines
         ],
@@ -117,87 +215,6 @@ def _every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> s
 def dense_control() -> Rows:
     """The records of the dense ViT that has gone the way of the shipped small."""
     return [r for r in read(f"probes/control/{CONTROLLED.dense}") if r["backbone"] == CONTROL]
-
-
-def control(_: Rows) -> str:
-    """VECA-small's share of the dense ViT's scores, after the same steps."""
-    lines = []
-    for ours, theirs, recipe in EXPERIMENT:
-        veca, dense = _beside(ours), _beside(theirs)
-        seen = [recipe, *(f"{samples_after(run):.1f} M" for run in (ours, theirs))]
-        for cores in BUDGETS:
-            shares = (
-                _ratio(probe, veca[SMALL, cores, probe], dense[CONTROL, "", probe])
-                for probe in PROBES
-            )
-            lines.append([*seen, cores, *(f"{100 * x:.1f} %" for x in shares)])
-    header = ["recipe", "samples of VECA", "of the dense ViT", "cores"]
-    return table([*header, *(_plain(title) for title, _ in PROBES.values())], lines)
-
-
-def controlled(_: Rows) -> str:
-    """What VECA-small and the dense ViT reach after the same steps, with the latest recipe."""
-    lines = []
-    for ours, theirs, _recipe in SECOND:
-        scores = {**_beside(ours), **_beside(theirs)}
-        seen = f"{samples_after(ours):.1f} M"
-        for name, cores in CONTROLLED_LINES:
-            found = (_score(probe, scores[name, cores, probe]) for probe in PROBES)
-            lines.append([seen, NAMES[name], cores, *found])
-    return table(["samples of each", "", "cores", *(title for title, _ in PROBES.values())], lines)
-
-
-def gains(rows: Rows) -> str:
-    """The shipped weights beside those that the experiment's first part ended with, all cores."""
-    first = EXPERIMENT[0].veca
-    before, now = _beside(first), _scores(rows)
-    lines = []
-    for name in (SMALL, TINY):
-        for samples, scores in ((samples_after(first), before), (samples_seen(name), now)):
-            found = (_score(probe, scores[name, "64", probe]) for probe in PROBES)
-            lines.append([NAMES[name], f"{samples:.1f} M", *found])
-    return table(["", "samples", *(title for title, _ in PROBES.values())], lines)
-
-
-def costs(rows: Rows) -> str:
-    """GFLOPs of one image at the sizes that the probes use."""
-    flops = {(r["backbone"], r["cores"], r["probe"]): float(r["flops"]) for r in rows if r["flops"]}
-    wanted = [p for p in PROBES if p != "pets-linear"]  # sees what 10-NN sees
-    lines = [(SMALL, "8"), (SMALL, "64"), (CONTROL, "")]
-    return table(
-        ["", "cores", *(PROBES[p][0].split(",")[0] for p in wanted)],
-        [[NAMES[n], c, *(f"{flops[n, c, p] / 1e9:.2f}" for p in wanted)] for n, c in lines],
-    )
-
-
-def budgets(rows: Rows) -> str:
-    """What smaller budgets keep of the score with all cores, and between where chance leaves it."""
-    scores, ends = _scores(rows), interval_ends("full")
-    lines = []
-    for name in (SMALL, TINY):
-        for cores in BUDGETS[:-1]:
-            line = [NAMES[name], cores]
-            for probe in PROBES:
-                ratio = _ratio(probe, scores[name, cores, probe], scores[name, "64", probe])
-                low, high = (100 * end for end in ends[name, cores, probe])
-                line.append(f"{100 * ratio:.1f} % ({low:.1f}–{high:.1f})")
-            lines.append(line)
-    return table(["", "cores", *(_plain(title) for title, _ in PROBES.values())], lines)
-
-
-def intervals(_: Rows) -> str:
-    """How far chance reaches in the scores themselves: half of the intervals."""
-    ends = interval_ends()
-    lines = [(TEACHER, ""), *((name, cores) for name in (SMALL, TINY) for cores in ("8", "64"))]
-
-    def half(name: str, cores: str, probe: str) -> str:
-        low, high = ends[name, cores, probe]
-        return f"±{_score(probe, (high - low) / 2)}"
-
-    return table(
-        ["", "cores", *(title for title, _ in PROBES.values())],
-        [[NAMES[name], cores, *(half(name, cores, p) for p in PROBES)] for name, cores in lines],
-    )
 
 
 def interval_ends(of: str = "") -> dict[tuple[str, str, str], tuple[float, float]]:
@@ -211,38 +228,6 @@ def interval_ends(of: str = "") -> dict[tuple[str, str, str], tuple[float, float
     }
 
 
-def rooms(rows: Rows) -> str:
-    """Depth in the rooms of NYUv2, and what is kept of 64 cores' and of the teacher's."""
-    found = {(r["backbone"], r["cores"]): r for r in rows if r["probe"] == ROOMS}
-    lines = []
-    for name, cores in [
-        (BLIND, ""),
-        (TEACHER, ""),
-        *((name, cores) for name in (SMALL, TINY) for cores in BUDGETS),
-    ]:
-        row = found[name, cores]
-        chance = (float(row["high"]) - float(row["low"])) / 2
-        lines.append(
-            [
-                NAMES[name],
-                cores,
-                f"{float(row['rmse']):.3f} ±{chance:.3f}",
-                f"{float(row['abs_rel']):.3f}",
-                f"{100 * float(row['delta1']):.1f}",
-                _kept(row, "full") if cores not in ("", BUDGETS[-1]) else "",
-                _kept(row, "teacher") if name != TEACHER else "",
-            ]
-        )
-    header = ["", "cores", "RMSE m", "abs rel", "delta1 %", "of 64 cores", "of the teacher"]
-    return table(header, lines)
-
-
-def _kept(row: dict[str, str], of: str) -> str:
-    """A share with the ends of its interval, by the record's own numbers."""
-    low, high = (100 * float(row[f"{of}_{end}"]) for end in ("low", "high"))
-    return f"{100 * float(row[f'retention_{of}']):.1f} % ({low:.1f}–{high:.1f})"
-
-
 def few(rows: Rows) -> str:
     """10-NN on a part of Pets with fewer cores than were ever trained."""
     found = {(r["backbone"], r["cores"]): f"{100 * float(r['top1']):.1f}" for r in rows}
@@ -253,33 +238,7 @@ def few(rows: Rows) -> str:
     )
 
 
-def seeds(rows: Rows) -> str:
-    """RMSE of depth of the shipped weights by the seed of the probe, 0 in other tables."""
-    return _by_seed(
-        [*read("probes/shipped"), *rows], [(x, c) for x in (SMALL, TINY) for c in BUDGETS]
-    )
-
-
-def controlled_seeds(rows: Rows) -> str:
-    """The same of VECA-small and the dense ViT where their common run ended."""
-    return _by_seed(rows, CONTROLLED_LINES)
-
-
-def _by_seed(rows: Rows, lines: Sequence[tuple[str, str]]) -> str:
-    depth = [r for r in rows if r["probe"].startswith("scau-depth")]
-    found = {(r["backbone"], r["cores"], r["probe"]): float(r["rmse"]) for r in depth}
-    runs = sorted({r["probe"] for r in depth})  # scau-depth, scau-depth-1 and so on
-    titles = (f"seed {run.removeprefix('scau-depth').lstrip('-') or 0}" for run in runs)
-    return table(
-        ["", "cores", *titles],
-        [
-            [NAMES[name], cores, *(f"{found[name, cores, run]:.3f}" for run in runs)]
-            for name, cores in lines
-        ],
-    )
-
-
-def _scores(rows: Rows) -> Scores:
+def scores_in(rows: Rows) -> Scores:
     return {
         (r["backbone"], r["cores"], r["probe"]): float(r[DRAWN[r["probe"]][1]])
         for r in rows
@@ -287,14 +246,20 @@ def _scores(rows: Rows) -> Scores:
     }
 
 
-def _beside(run: str) -> Scores:
+def after(run: str) -> Scores:
     """Those of the controlled experiment after one of its runs."""
-    return _scores(read("probes/shipped" if run == SHIPPED else f"probes/control/{run}"))
+    return scores_in(read("probes/shipped" if run == SHIPPED else f"probes/control/{run}"))
 
 
-def _ratio(probe: str, ours: float, theirs: float) -> float:
+def ratio(probe: str, ours: float, theirs: float) -> float:
     """Our share of their score; of an error, the inverse."""
-    return theirs / ours if PROBES[probe][1] == "rmse" else ours / theirs
+    return theirs / ours if DRAWN[probe][1] == "rmse" else ours / theirs
+
+
+def shown(probe: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if DRAWN[probe][1] == "rmse" else f"{100 * value:.1f}"
 
 
 def samples_seen(name: str) -> float:
@@ -302,12 +267,6 @@ def samples_seen(name: str) -> float:
     if name == CONTROL:
         return samples_after(CONTROLLED.dense)
     return float(read_provenance(name)["samples_in_all"]) / 1e6
-
-
-def first_names() -> dict[str, str]:
-    """What networks are called where the control is that of the experiment's first part."""
-    seen = f"{samples_after(EXPERIMENT[0].dense):.1f} M"
-    return {**NAMES, **{name: f"{NAMES[name]}, {seen}" for name in (CONTROL, SMALL_CONTROL)}}
 
 
 def samples_after(run: str) -> float:
@@ -322,153 +281,9 @@ def samples_after(run: str) -> float:
     return samples / 1e6
 
 
-def _plain(title: str) -> str:
+def plain(title: str) -> str:
     """A column's title without its unit."""
     return title.rsplit(" ", 1)[0].rstrip(",")
-
-
-def _score(probe: str, value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if PROBES[probe][1] == "rmse" else f"{100 * value:.1f}"
-
-
-def goals(rows: Rows) -> str:
-    """What the weights were to reach, what they reach, and whether that is enough."""
-    scores = _scores(rows)
-    mine = (SHIPPED, "", "64")
-    cosines = [r for r in read("training") if (r["run"], r["student"], r["cores"]) == mine]
-    by_size = {int(r["size"]): (float(r["cls_cos"]), float(r["dense_cos"])) for r in cosines}
-    samples = samples_seen(SMALL)
-    knn, linear = (scores[SMALL, "64", p] for p in CLASSIFICATION)
-    gaps = [scores[SMALL, "64", p] - scores[TINY, "64", p] for p in CLASSIFICATION]
-    kept = {
-        name: [scores[name, "8", p] / scores[name, "64", p] for p in CLASSIFICATION]
-        for name in (SMALL, TINY)
-    }
-    rooms_too = {**scores, **_scores(read(f"probes/intervals/{ROOMS}"))}
-    falling = {
-        title.split(",")[0]: [
-            NAMES[name] for name in (SMALL, TINY) if not _rises(rooms_too, name, probe, metric)
-        ]
-        for probe, (title, metric) in DRAWN.items()
-        if probe not in CLASSIFICATION
-    }
-    dense = _beside(CONTROLLED.dense)
-    shares = {
-        _plain(title): _ratio(probe, scores[SMALL, "64", probe], dense[CONTROL, "", probe])
-        for probe, (title, _) in PROBES.items()
-    }
-    first = by_size[192]
-    drift = max(
-        abs(x / y - 1)
-        for size in (256, 384, 512)
-        for x, y in zip(by_size[size], first, strict=True)
-    )
-    rising = [task for task, names in falling.items() if not names]
-    not_so = [f"{task} ({', '.join(names)})" for task, names in falling.items() if names]
-    lines = [
-        ("15 M samples for small", f"{samples:.1f} M", samples >= 15),
-        *(
-            (
-                f"{kind} cosine {goal} on held-out photos (small, C = 64)",
-                f"{cosine:.3f} (256 px, its best size)",
-                cosine >= goal,
-            )
-            for kind, goal, cosine in zip(("CLS", "dense"), (0.72, 0.62), by_size[256], strict=True)
-        ),
-        ("Pets 10-NN 60 % (small, C = 64)", f"{100 * knn:.1f} %", knn >= 0.60),
-        ("Pets linear 78 % (small, C = 64)", f"{100 * linear:.1f} %", linear >= 0.78),
-        (
-            "tiny within 12 points of small on both",
-            " and ".join(f"{100 * gap:.1f}" for gap in gaps) + " points",
-            max(gaps) <= 0.12,
-        ),
-        (
-            "classification at C = 8 keeps 96 % of C = 64",
-            "; ".join(
-                f"{NAMES[name]} " + " and ".join(f"{100 * x:.1f} %" for x in shares_here)
-                for name, shares_here in kept.items()
-            ),
-            min(min(xs) for xs in kept.values()) >= 0.96,
-        ),
-        (
-            "dense tasks rise with C: 8, 16, 32, 64",
-            f"{', '.join(rising)}" + (f"; not {', '.join(not_so)}" if not_so else ""),
-            not not_so,
-        ),
-        (
-            "VECA-small at C = 64 keeps 97 % of the dense control, after "
-            f"{samples:.1f} M samples each",
-            "; ".join(f"{title} {100 * share:.1f} %" for title, share in shares.items()),
-            min(shares.values()) >= 0.97,
-        ),
-        (
-            "cosines at 256, 384 and 512 px within 10 % of those at 192 px (small, C = 64)",
-            f"within {100 * drift:.1f} %",
-            drift <= 0.10,
-        ),
-    ]
-    return table(
-        ["goal", "reached", ""],
-        [[goal, reached, "yes" if met else "**no**"] for goal, reached, met in lines],
-        align="---",
-    )
-
-
-def _rises(scores: Scores, name: str, probe: str, metric: str) -> bool:
-    steps = [scores[name, cores, probe] for cores in BUDGETS]
-    steps = [-x for x in steps] if metric == "rmse" else steps
-    return all(a < b for a, b in itertools.pairwise(steps))
-
-
-# ---------------------------------------------------- what the students were asked on the way
-
-
-def agreement(rows: Rows) -> str:
-    columns = [(SMALL, "8"), (SMALL, "64"), (TINY, "8"), (TINY, "64"), (CONTROL, "")]
-    found = {(r["weights"], r["cores"], r["size"]): r for r in rows}
-    return table(
-        ["pixels", *(f"{NAMES[n]}{f', C = {c}' if c else ''}" for n, c in columns)],
-        [
-            [
-                size,
-                *(" / ".join(cosines(found[n, c, size])[:2]) for n, c in columns),
-            ]
-            for size in dict.fromkeys(r["size"] for r in rows)
-        ],
-    )
-
-
-def positions(rows: Rows) -> str:
-    names = sorted({r["weights"] for r in rows}, key=list(NAMES).index)
-    found = {(r["weights"], r["coordinates"]): r for r in rows}
-    called = first_names()
-    return table(
-        ["coordinates of the patches", *(called[name] for name in names)],
-        [
-            [
-                what if what == "shuffled" else f"x {float(what):g}",
-                *(" / ".join(cosines(found[name, what])[:2]) for name in names),
-            ]
-            for what in dict.fromkeys(r["coordinates"] for r in rows)
-        ],
-    )
-
-
-def routing(rows: Rows) -> str:
-    """The dense cosine at the last step, of every seed."""
-    last = max(rows, key=lambda r: int(r["step"]))["step"]
-    rows = [r for r in rows if r["step"] == last]
-    seeds = sorted({r["seed"] for r in rows}, key=int)
-    found = {(r["student"], r["cores"], r["seed"]): r for r in rows}
-    return table(
-        ["", "cores", *(f"seed {seed}" for seed in seeds)],
-        [
-            [name, cores, *(f"{float(found[name, cores, s]['dense_cos']):.3f}" for s in seeds)]
-            for name, cores in dict.fromkeys((r["student"], r["cores"]) for r in rows)
-        ],
-    )
 
 
 def cosines(row: dict[str, str]) -> tuple[str, str, str]:

@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.common import write_csv
 from benchmarks.rows import ROOT
 from veca.attention import launch as launching
-from veca.attention.knobs import KNOBS, Launch, choose_splits
+from veca.attention.knobs import HOPPER, Launch, choose_splits
 from veca.attention.launch import launch_backward, launch_forward
 
 SHAPES = ((1, 4096), (1, 16384), (32, 256), (32, 1024), (8, 4096))  # batch, patches
@@ -306,13 +306,13 @@ def tune(
             [kind, batch, patches, cores, mode, describe(launch), splits or "auto",
              f"{seconds * 1e3:.4f}", f"{share:.3f}"]
         )  # fmt: skip
-        in_use = launch in KNOBS[kind, 2, WIDTH, tables.itemsize if tables else 0]
+        in_use = launch in HOPPER[kind, 2, WIDTH, tables.itemsize if tables else 0]
         if place < 3 or in_use:
             note = "" if splits is None else f" splits={splits}"
             mine = in_use and splits is None
             print(
                 f"    {seconds * 1e3:8.4f} ms  {share:5.2f} of copy  {describe(launch)}{note}"
-                f"{'  <- KNOBS' if mine else ''}"
+                f"{'  <- in use' if mine else ''}"
             )
     shipped = time_over([getattr(case, kind) for case in sets])
     seconds, launch, splits = results[0]

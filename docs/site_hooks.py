@@ -1,12 +1,27 @@
-"""What the site needs beyond its plugins: links to files beside the pages, and the commands."""
+"""What the site needs beyond its plugins: links to files beside the pages, commands, checks.
+
+A build with `--strict` fails on a broken link, wherever it comes from: a page, a docstring or the
+help of a command. It fails on a public name that has no docstring or that no page shows, too.
+"""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import logging
 import re
+from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urldefrag, urlsplit
 
-_REPOSITORY_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)\)")
+from PIL import Image
+
+log = logging.getLogger("mkdocs.hooks.site")
+_REPOSITORY_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _COMMANDS = "<!-- commands -->"
+_IMAGE = re.compile(r'<img((?=[^>]*src="[^"]*images/([\w.-]+)")[^>]*)')
+_ABSENT = re.compile(r"^404\.html$")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -14,6 +29,109 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("reference/"):
         return markdown.replace(_COMMANDS, _commands()) if _COMMANDS in markdown else markdown
     return _REPOSITORY_LINK.sub(_named, markdown)
+
+
+def on_page_content(html: str, *, page: Any, config: Any, **_: Any) -> str:
+    """Wide pictures get a class, by which they scroll on a phone."""
+    folder = Path(config["docs_dir"])
+
+    def marked(image: re.Match[str]) -> str:
+        path = folder / "images" / image[2]
+        if not path.is_file():  # the check of links tells
+            return image[0]
+        with Image.open(path) as picture:
+            wide = picture.width > 2.5 * picture.height
+        return f'<img class="wide"{image[1]}' if wide else image[0]
+
+    return _IMAGE.sub(marked, html)
+
+
+def on_post_build(*, config: Any, **_: Any) -> None:
+    """Warnings fail a strict build."""
+    site = Path(config["site_dir"])
+    for problem in [*broken_links(site), *undocumented(site)]:
+        log.warning(problem)
+
+
+def broken_links(site: Path) -> list[str]:
+    """Links and pictures of a built site that lead nowhere inside it, with their pages."""
+    pages = {path: _Page.of(path) for path in sorted(site.rglob("*.html"))}
+    problems = []
+    for path, page in pages.items():
+        if _ABSENT.match(path.relative_to(site).as_posix()):  # its links are from the root
+            continue
+        for link in page.links:
+            address, anchor = urldefrag(link)
+            parts = urlsplit(address)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path
+            if parts.path:
+                target = (path.parent / unquote(parts.path)).resolve()
+                target = target / "index.html" if target.is_dir() else target
+            name = path.relative_to(site)
+            if not target.is_relative_to(site.resolve()) and target != path:
+                problems.append(f"{name}: {link} leads out of the site")
+            elif not target.exists():
+                problems.append(f"{name}: {link} leads nowhere")
+            elif anchor and target.suffix == ".html":
+                there = pages.get(site / target.relative_to(site.resolve())) if parts.path else page
+                if there is not None and unquote(anchor) not in there.anchors:
+                    problems.append(f"{name}: {link}: no such part")
+    return problems
+
+
+def undocumented(site: Path) -> list[str]:
+    """Public names of the modules of the reference that are not shown there or say nothing."""
+    problems = []
+    pages = {path.parent.name: path for path in sorted(site.glob("reference/veca*/index.html"))}
+    for module, path in pages.items():
+        try:
+            things = public_names(module)
+        except ImportError as error:  # an optional library, which the tests tell
+            log.info("%s: %s", module, error)
+            continue
+        anchors = _Page.of(path).anchors
+        for name, thing in things.items():
+            full = f"{module}.{name}"
+            # A function that is named like its file has its file's name before its own.
+            if full not in pages and not anchors & {full, f"{full}.{name}"}:
+                problems.append(f"{full}: no page of the reference shows it")
+            if (inspect.isclass(thing) or inspect.isroutine(thing)) and not inspect.getdoc(thing):
+                problems.append(f"{full}: has no docstring")
+    return problems
+
+
+def public_names(module: str) -> dict[str, Any]:
+    """What a module lists, or defines and does not call private."""
+    loaded = importlib.import_module(module)
+    listed = getattr(loaded, "__all__", None)
+    if listed is not None:
+        return {name: getattr(loaded, name) for name in listed if not name.startswith("__")}
+    here = vars(loaded).items()
+    return {n: v for n, v in here if n[0] != "_" and getattr(v, "__module__", "") == module}
+
+
+class _Page(HTMLParser):
+    """The links and the anchors of one page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+
+    @classmethod
+    def of(cls, path: Path) -> _Page:
+        page = cls()
+        page.feed(path.read_text(encoding="utf-8"))
+        return page
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+            elif name in ("href", "src") and value and not value.startswith("javascript:"):
+                self.links.append(value)
 
 
 def _named(link: re.Match[str]) -> str:

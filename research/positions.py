@@ -6,7 +6,7 @@
 In training the patches' coordinates are shifted and stretched at random, those of the cores are
 not. Here the patches' are multiplied by a factor, or dealt out anew among the patches, and the
 cosines to the teacher are measured again on photos that the settings hold out. Writes
-benchmarks/results/positions.csv; rows of weights that are not named again are kept.
+research/results/positions.csv; rows of weights that are not named again are kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import print_table, write_csv
+from research import RESULTS
 from research.agreement import Jury, add_weights, options_of
 from veca import rope
 
@@ -26,7 +27,7 @@ FACTORS = (0.5, 1.0, 2.0)
 
 
 def main() -> None:
-    parser = options_of(__doc__, images=64)
+    parser = options_of(__doc__, images=64, out=RESULTS)
     add_weights(parser)
     parser.add_argument("--size", type=int, default=192)
     options = parser.parse_args()

@@ -124,9 +124,9 @@ step on192-sizes "4 minutes on an H200"
 train on192-sizes $LATER/coco-192-on-sizes.toml
 # Small begins here, beside the dense ViT.
 step pair-1 "18 minutes on an H200"
-train pair-1 configs/coco-pair-stage1.toml
+train pair-1 coco-pair-stage1
 step pair-2 "4 minutes on an H200"
-train pair-2 configs/coco-pair-stage2.toml
+train pair-2 coco-pair-stage2
 # Both go on together.
 step again-1 "11 minutes on an H200"
 train again-1 $LATER/coco-again-stage1.toml
@@ -189,6 +189,15 @@ for seed in 1 2; do
         --teacher efficientnet-lite2 --set seed=$seed --verify
 done
 rooms seeds/nyuv2-depth-1 --set seed=1
+step width "15 minutes on one CPU core"
+for width in projected native; do
+    for set in pets-trimaps camvid; do
+        data=$PETS
+        if [[ $set == camvid ]]; then data=$CAMVID; fi
+        do_ veca probe segmentation --data "$data" --dataset $set --weights tiny --cores 8,64 \
+            --width $width --no-time --threads 1 --workers 1 --overwrite --out research/results/width/$width/$set
+    done
+done
 step blind "5 minutes on one CPU core"
 probes blind --teacher= --baseline blind
 step few "20 minutes on one CPU core"

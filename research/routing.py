@@ -10,7 +10,7 @@ of half the layers, since from patch to patch VECA needs two, one to a core and 
 runs, of the same batches, have a VECA that never works with fewer than 64 cores, which tells what
 it costs to be elastic, and one that learns in each step with 64 cores and with fewer, drawn evenly.
 These three have their coordinates left alone. Eleven minutes of one core for a seed. Writes
-benchmarks/results/routing.csv: cosines on crops held out, as the runs go on; rows of seeds that are
+research/results/routing.csv: cosines on crops held out, as the runs go on; rows of seeds that are
 not named again are kept.
 """
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.common import distill_whole, print_table, write_csv
-from benchmarks.rows import RESULTS
+from research import RESULTS
 from veca.distill import DistillConfig, read_metrics
 from veca.teachers import CallableTeacher
 

@@ -3,8 +3,8 @@
     python -m research.tables [--check]
 
 The diary asks for a table with a pair of comments, as the pages of docs/ do: recipes and stages,
-the teacher by size, its principal components, the first core beside the patches, and what was
-memorised.
+the teacher by size, its principal components, the first core beside the patches, what was
+memorised, and the shipped weights at every budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import fmean
 from benchmarks.rows import Rows, read, read_csv, table
 from benchmarks.scores import CONTROL, NAMES, cosines
 from benchmarks.tables import Table, fill, update
-from research import RESULTS
+from research import RESULTS, scores
 
 DIARY = Path(__file__).parent / "diary.md"
 
@@ -228,6 +228,19 @@ TABLES: dict[str, Table] = {
     "basis": ("basis", basis),
     "first-core": ("first_core", first_core),
     "by-heart": ("by_heart", by_heart),
+    "every-budget": ("probes/shipped", scores.probes),
+    "intervals": ("probes/intervals", scores.intervals),
+    "gains": ("probes/shipped", scores.gains),
+    "seeds": ("probes/seeds", scores.seeds),
+    "rooms": ("probes/intervals", scores.rooms),
+    "controlled": ("probes/control", scores.controlled),
+    "shares": ("probes/control", scores.control),
+    "controlled-seeds": ("probes/control/pair-2", scores.controlled_seeds),
+    "costs": ("probes/control", scores.costs),
+    "positions": ("positions", scores.positions),
+    "routing": ("routing", scores.routing),
+    "agreement": ("agreement", scores.agreement),
+    "goals": ("probes/shipped", scores.goals),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import struct
@@ -23,6 +24,7 @@ from PIL import Image
 
 import veca
 from veca import VecaConfig
+from veca.config import DEFAULT_SIZE
 from veca.errors import ImageError
 from veca.images import (
     EXTENSIONS,
@@ -704,7 +706,7 @@ def plain(image: Image.Image) -> torch.Tensor:
 
 def test_native_image_on_the_grid_is_not_resampled() -> None:
     image = noise(32, 48)
-    out = preprocess(image)
+    out = preprocess(image, size=None)
     assert out.pixels.dtype == torch.float32
     assert out.pixels.is_contiguous()
     torch.testing.assert_close(out.pixels, plain(image)[None])
@@ -732,7 +734,7 @@ def test_downscaling_is_antialiased() -> None:
 
 def test_pad_keeps_every_pixel_and_adds_zeros_right_and_below() -> None:
     image = noise(30, 17)
-    out = preprocess(image, fit="pad")
+    out = preprocess(image, size=None, fit="pad")
     assert tuple(out.pixels.shape) == (1, 3, 32, 32)
     assert (out.valid, out.grid, out.crop_box) == ((30, 17), (2, 2), [(0, 0, 17, 30)])
     torch.testing.assert_close(out.pixels[0, :, :30, :17], plain(image))
@@ -746,7 +748,7 @@ def test_pad_keeps_every_pixel_and_adds_zeros_right_and_below() -> None:
 
 def test_crop_is_central_and_reported() -> None:
     image = noise(37, 63)
-    out = preprocess(image, fit="crop")
+    out = preprocess(image, size=None, fit="crop")
     assert tuple(out.pixels.shape) == (1, 3, 32, 48)
     assert out.crop_box == [(7, 2, 55, 34)]
     torch.testing.assert_close(out.pixels[0], plain(image.crop(out.crop_box[0])))
@@ -759,15 +761,23 @@ def test_crop_is_central_and_reported() -> None:
 
 def test_fifteen_by_fifteen() -> None:
     image = noise(15, 15)
-    assert preprocess(image).grid == (1, 1)
-    assert preprocess(image, fit="pad").valid == (15, 15)
+    assert preprocess(image, size=None).grid == (1, 1)
+    assert preprocess(image, size=None, fit="pad").valid == (15, 15)
     for fit in ("crop", "error"):
         with pytest.raises(ImageError, match="15 x 15"):
-            preprocess(image, fit=fit)
+            preprocess(image, size=None, fit=fit)
+
+
+def test_without_a_size_the_short_side_is_the_one_default() -> None:
+    image = noise(40, 60)
+    assert preprocess(image).pixels.shape[2:] == (DEFAULT_SIZE, DEFAULT_SIZE * 3 // 2)
+    assert torch.equal(preprocess(image).pixels, preprocess(image, DEFAULT_SIZE).pixels)
 
 
 def test_patch_size_mean_and_std_are_used() -> None:
-    out = preprocess(noise(28, 43), patch_size=14, mean=(0, 0, 0), std=(1, 1, 1), fit="crop")
+    out = preprocess(
+        noise(28, 43), size=None, patch_size=14, mean=(0, 0, 0), std=(1, 1, 1), fit="crop"
+    )
     assert (out.grid, out.crop_box) == ((2, 3), [(0, 0, 42, 28)])
     torch.testing.assert_close(out.pixels[0], to_tensor(noise(28, 43))[..., :42])
     with pytest.raises(ImageError, match="std="):
@@ -796,7 +806,7 @@ def test_a_batch_keeps_order_and_names(tmp_path: Path) -> None:
 def test_preprocess_turns_photos_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 6
-    out = preprocess(save(tmp_path / "a.png", noise(32, 64), exif=exif))
+    out = preprocess(save(tmp_path / "a.png", noise(32, 64), exif=exif), size=None)
     assert (out.original_sizes, out.grid) == ([(64, 32)], (4, 2))
     turned = noise(32, 64).transpose(Image.Transpose.ROTATE_270)
     torch.testing.assert_close(out.pixels[0], plain(turned))
@@ -805,18 +815,18 @@ def test_preprocess_turns_photos_upright(tmp_path: Path) -> None:
 def test_a_file_object_is_one_image(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png", noise(16, 16))
     with path.open("rb") as file:
-        out = preprocess(file)
+        out = preprocess(file, size=None)
     assert (len(out.names), out.names[0]) == (1, str(path))
 
 
 def test_mixed_sizes_name_both_and_the_remedy(tmp_path: Path) -> None:
     a, b = save(tmp_path / "a.png", noise(32, 32)), save(tmp_path / "b.png", noise(32, 64))
     with pytest.raises(ImageError, match=r"a\.png.*32 x 32.*b\.png.*32 x 64"):
-        preprocess([a, b])
+        preprocess([a, b], size=None)
     assert preprocess([a, b], (32, 32)).pixels.shape[0] == 2
     with pytest.raises(ImageError, match=r"30 x 30.*31 x 32"):
-        preprocess([noise(30, 30), noise(31, 32)], fit="pad")
-    cropped = preprocess([noise(33, 36), noise(32, 47)], fit="crop")
+        preprocess([noise(30, 30), noise(31, 32)], size=None, fit="pad")
+    cropped = preprocess([noise(33, 36), noise(32, 47)], size=None, fit="crop")
     assert cropped.crop_box == [(2, 0, 34, 32), (7, 0, 39, 32)]
 
 
@@ -835,14 +845,14 @@ def test_skip_leaves_out_counts_and_names(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"^\S*bad\.jpg"):
         preprocess(sources)
     with pytest.raises(ImageError, match=r"2 images.*bad\.jpg"):
-        preprocess([bad, missing], on_error="skip")
+        preprocess([bad, missing], size=None, on_error="skip")
     with pytest.raises(ImageError, match="<bytes at index 1>"):
         preprocess([good, b""])
 
 
 def test_skip_does_not_hide_a_wrong_option() -> None:
     with pytest.raises(ImageError, match="15 x 15"):
-        preprocess([noise(32, 32), noise(15, 15)], fit="crop", on_error="skip")
+        preprocess([noise(32, 32), noise(15, 15)], size=None, fit="crop", on_error="skip")
     for options, noun in (
         ({"on_error": "ignore"}, "on_error"),
         ({"fit": "resiz", "on_error": "skip"}, "'resiz'"),
@@ -895,17 +905,19 @@ def test_what_is_said_wins_over_the_model() -> None:
         ({"mean": (0, 0, 0)}, normalize(plain, (0, 0, 0), OTHER.image_std)),
         ({"std": (1, 1, 1)}, normalize(plain, OTHER.image_mean, (1, 1, 1))),
     ):
-        torch.testing.assert_close(preprocess(image, model=OTHER, **options).pixels, expected)
-    assert preprocess(image, model=OTHER).grid == (2, 3)
-    assert preprocess(image, model=OTHER, patch_size=7).grid == (4, 6)
+        torch.testing.assert_close(
+            preprocess(image, size=None, model=OTHER, **options).pixels, expected
+        )
+    assert preprocess(image, size=None, model=OTHER).grid == (2, 3)
+    assert preprocess(image, size=None, model=OTHER, patch_size=7).grid == (4, 6)
 
 
 def test_without_a_model_images_are_imagenets() -> None:
     image = noise(32, 48)
-    out = preprocess(image)
+    out = preprocess(image, size=None)
     assert torch.equal(out.pixels[0], normalize(to_tensor(image), IMAGENET_MEAN, IMAGENET_STD))
     assert out.grid == (2, 3)
-    assert torch.equal(out.pixels, preprocess(image, model=VecaConfig()).pixels)
+    assert torch.equal(out.pixels, preprocess(image, size=None, model=VecaConfig()).pixels)
 
 
 @pytest.mark.parametrize("model", ["tiny", torch.nn.Linear(2, 2), 16])
@@ -920,7 +932,7 @@ def test_no_images_at_all() -> None:
 
 
 def test_preprocessed_moves() -> None:
-    out = preprocess(noise(32, 32))
+    out = preprocess(noise(32, 32), size=None)
     moved = out.to("cpu", torch.float64)
     assert (moved.pixels.dtype, out.pixels.dtype) == (torch.float64, torch.float32)
     assert (moved.names, moved.grid) == (out.names, out.grid)
@@ -1045,3 +1057,54 @@ def test_every_extension_is_lower_case_and_opens(tmp_path: Path) -> None:
     for suffix in EXTENSIONS:
         image = Image.new("1" if suffix == ".pbm" else "RGB", (4, 4))
         assert read_image(save(tmp_path / f"a{suffix}", image)).size == (4, 4)
+
+
+def test_a_png_is_read_only_if_all_its_checksums_hold(tmp_path: Path) -> None:
+    """Pillow looks neither at those of the pixels nor at those of what follows them."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    good = encode(noise(20, 30).convert("RGBA"), "PNG", exif=exif)
+    assert read_image(good).size == (20, 30)
+    places = [good.index(kind) for kind in (b"IHDR", b"IDAT", b"IEND", b"eXIf")]
+    for place in places:
+        length = int.from_bytes(good[place - 4 : place], "big")
+        end = place + 4 + length
+        for at in (end, end + 3):  # the recorded checksum; what it is of, Pillow mostly sees
+            damaged = bytearray(good)
+            damaged[at] ^= 1
+            (tmp_path / "x.png").write_bytes(damaged)
+            with pytest.raises(ImageError, match=r"x\.png"):
+                read_image(tmp_path / "x.png")
+    for cut in range(1, 13):
+        with pytest.raises(ImageError, match="decoded"):
+            read_image(good[:-cut])
+    assert read_image(good + b"more").size == (20, 30)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "TIFF", "BMP", "WEBP", "PPM", "PNG"])
+def test_every_truncation_that_changes_pixels_is_seen(format: str) -> None:
+    data = encode(noise(24, 40), format)
+    wanted = read_image(data).tobytes()
+    for length in range(1, len(data), 7):
+        with contextlib.suppress(ImageError):
+            assert read_image(data[:length]).tobytes() == wanted
+
+
+def test_a_webp_takes_more_memory_and_may_be_less_large() -> None:
+    data = encode(noise(20, 30), "WEBP")
+    assert read_image(data, max_pixels=1050).size == (30, 20)
+    with pytest.raises(ImageError, match="pixels"):
+        read_image(data, max_pixels=1049)
+    assert read_image(encode(noise(20, 30), "PNG"), max_pixels=600).size == (30, 20)
+
+
+def test_the_source_is_not_changed_and_the_result_knows_no_file(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION] = 3
+    path = save(tmp_path / "x.jpg", noise(20, 30), exif=exif)
+    with Image.open(path) as opened:
+        before = opened.copy()
+        assert read_image(opened).tobytes() != before.tobytes()
+        assert opened.tobytes() == before.tobytes() and opened.getexif()[ORIENTATION] == 3
+    assert type(read_image(path)) is Image.Image
+    assert type(read_image(encode(noise(20, 30), "PNG"))) is Image.Image

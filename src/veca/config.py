@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from veca.errors import ConfigError, check_choice, suggest
+from veca.errors import ConfigError, check_choice, shown, suggest
+
+_MOST = 2**31 - 1
+"""Of any size in a configuration; beyond it torch cannot count the elements of a tensor."""
+_MOST_BLOCKS = 10_000
+"""More than any network has, and few enough to be counted one by one."""
+
+DEFAULT_SIZE = 512
+"""Pixels: the short side that images are scaled to wherever no size is asked for, and both sides
+where one shape must make a batch. What needs another (probe protocols, training) says so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,8 @@ class VecaConfig:
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "heads", "num_cores", "patch_size", "in_channels"):
-            _require_positive_int(name, getattr(self, name))
+            most = _MOST_BLOCKS if name == "depth" else _MOST
+            _require_positive_int(name, getattr(self, name), most)
         if self.output_width is not None:
             _require_positive_int("output_width", self.output_width)
         if self.width % self.heads:
@@ -77,9 +88,10 @@ class VecaConfig:
             )
         for name in ("ffn_ratio", "rope_base", "norm_eps"):
             _require_number(name, getattr(self, name), above=0.0)
-        if self.hidden_width < 1:
+        if not 1 <= self.width * self.ffn_ratio <= _MOST:
+            units = "no" if self.width * self.ffn_ratio < 1 else "too many"
             raise ConfigError(
-                f"ffn_ratio {self.ffn_ratio} gives no hidden units at width {self.width}."
+                f"ffn_ratio {self.ffn_ratio} gives {units} hidden units at width {self.width}."
             )
         _require_number("rope_zero_fraction", self.rope_zero_fraction, at_least=0.0, at_most=1.0)
         _require_number("dropout", self.dropout, at_least=0.0, below=1.0)
@@ -152,9 +164,13 @@ class VecaConfig:
         return cls(**fields)
 
 
-def _require_positive_int(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}.")
+def _require_positive_int(name: str, value: object, most: int = _MOST) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not 1 <= value <= most:  # type: ignore[operator]
+        limit = f" and at most {most}" if whole and value > most else ""  # type: ignore[operator]
+        raise ConfigError(
+            f"{name} must be a whole number of at least 1{limit}, got {shown(value)}."
+        )
 
 
 def _require_number(
@@ -166,14 +182,25 @@ def _require_number(
     below: float = math.inf,
     at_most: float = math.inf,
 ) -> None:
-    bad_type = isinstance(value, bool) or not isinstance(value, (int, float))
-    if bad_type or not math.isfinite(value):  # type: ignore[arg-type]
-        raise ConfigError(f"{name} must be a finite number, got {value!r}.")
-    if not (above < value and at_least <= value and value < below and value <= at_most):  # type: ignore[operator]
+    number = _finite(value) if isinstance(value, (int, float)) else None
+    if number is None:
+        raise ConfigError(f"{name} must be a finite number, got {shown(value)}.")
+    if not (above < number and at_least <= number and number < below and number <= at_most):
         lower = f"above {above}" if above > -math.inf else f"at least {at_least}"
         upper = f" and below {below}" if below < math.inf else ""
         upper = f" and at most {at_most}" if at_most < math.inf else upper
-        raise ConfigError(f"{name} must be {lower}{upper}, got {value!r}.")
+        raise ConfigError(f"{name} must be {lower}{upper}, got {shown(value)}.")
+
+
+def _finite(value: object) -> float | None:
+    """The number that `value` is, if that is finite as a float."""
+    if isinstance(value, (bool, str, bytes)):
+        return None
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _whole_numbers(name: str, value: object) -> tuple[int, ...]:
@@ -185,13 +212,12 @@ def _whole_numbers(name: str, value: object) -> tuple[int, ...]:
 
 
 def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
-    try:
-        numbers = tuple(float(x) for x in value)  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        numbers = ()
-    if len(numbers) != 3 or not all(math.isfinite(x) for x in numbers):
-        raise ConfigError(f"{name} must be three finite numbers (R, G, B), got {value!r}.")
-    return numbers
+    wrong = isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)
+    numbers = [] if wrong else [_finite(x) for x in itertools.islice(value, 4)]  # type: ignore[call-overload]
+    red, green, blue = numbers if len(numbers) == 3 else (None, None, None)
+    if red is None or green is None or blue is None:
+        raise ConfigError(f"{name} must be three finite numbers (R, G, B), got {shown(value)}.")
+    return red, green, blue
 
 
 MERGE_BEFORE = (2 / 12, 5 / 12, 8 / 12)

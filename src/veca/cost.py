@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from veca.config import EXTRA_TOKENS, VecaConfig, preset
+from veca.config import DEFAULT_SIZE, EXTRA_TOKENS, VecaConfig, preset
 from veca.errors import InputError, whole
 
 
@@ -64,7 +64,7 @@ class Cost:
 
 def cost(
     model: str | VecaConfig,
-    size: int | tuple[int, int] = 512,
+    size: int | tuple[int, int] = DEFAULT_SIZE,
     cores: int | None = None,
     *,
     bytes_per_number: int = 4,

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import difflib
 import operator
+import reprlib
 from collections.abc import Collection, Iterable, Sequence
+
+_LONGEST = 200
+"""Characters of a name that a message repeats."""
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 120, 120, 60
 
 
 class VecaError(Exception):
     """Base of every error this package raises on purpose."""
+
+
+class VecaWarning(UserWarning):
+    """Something that works and may not be what was meant; one line on the command line."""
 
 
 class ConfigError(VecaError, ValueError):
@@ -74,6 +84,10 @@ class DistillError(VecaError, ValueError):
     """A distillation that cannot start or go on as asked."""
 
 
+class CheckpointError(DistillError):
+    """A checkpoint of a distillation that is damaged or not complete; the message says where."""
+
+
 class DivergedError(DistillError, RuntimeError):
     """The loss became NaN or infinite; the run stopped and kept its last good checkpoint."""
 
@@ -112,13 +126,25 @@ def at_least(name: str, value: object, least: int = 1) -> int:
     """`value`, called `name`, if it is a whole number of at least `least`."""
     number = whole(value)
     if number is None or number < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        raise InputError(f"{name} must be a whole number of at least {least}, got {shown(value)}.")
     return number
+
+
+def shown(value: object) -> str:
+    """`value` for a message: short, and whatever a file made of it.
+
+    A number of 10,000 digits has no `repr`, and that of lists inside lists can be without end.
+    """
+    try:
+        return _SHORT.repr(value)
+    except Exception:
+        return f"a {type(value).__name__}"
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """`name` in quotes, the nearest known name and all of them, for "unknown ..." messages."""
     known = sorted(known)
+    name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{name!r}{hint} Known: {', '.join(known)}."
@@ -128,5 +154,10 @@ def check_choice(
     what: str, value: object, known: Collection[str], error: type[VecaError] = InputError
 ) -> None:
     """Raise unless `value` is one of the `known` names of a `what`."""
-    if value not in known:
-        raise error(f"unknown {what} {suggest(str(value), known)}")
+    try:
+        there = value in known
+    except TypeError:  # no name has no hash
+        there = False
+    if not there:
+        name = value if isinstance(value, str) else shown(value)
+        raise error(f"unknown {what} {suggest(name, known)}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from veca.config import VecaConfig
+from veca.config import DEFAULT_SIZE, VecaConfig
 from veca.images import Preprocessed, Size, Source, preprocess
 
 
@@ -44,7 +44,7 @@ class FeatureModel:
         return self.config.patch_size
 
     def preprocess(
-        self, images: Source | Iterable[Source], size: Size = None, **options: Any
+        self, images: Source | Iterable[Source], size: Size = DEFAULT_SIZE, **options: Any
     ) -> Preprocessed:
         """Images as this model wants them: `veca.preprocess` with its mean, deviation and patches.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -261,6 +262,8 @@ class Veca(FeatureModel, nn.Module):
     >>> out.cls, out.patches, out.cores, out.core_xy, out.grid
     """
 
+    _gradient_checkpointing_func = staticmethod(partial(checkpoint, use_reentrant=False))
+
     def __init__(self, config: VecaConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
@@ -301,6 +304,11 @@ class Veca(FeatureModel, nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Trade time for memory in training: keep one tensor a block, recompute the rest."""
         self.gradient_checkpointing = enable
+
+    def _recomputes(self, block: nn.Module) -> bool:
+        # transformers, whose names these are, may choose among the blocks and bring another way.
+        chosen = self.gradient_checkpointing and getattr(block, "gradient_checkpointing", True)
+        return chosen and self.training and torch.is_grad_enabled()
 
     def forward(
         self, images: Tensor, cores: int | None = None, keep: float | None = None
@@ -473,11 +481,11 @@ class Veca(FeatureModel, nn.Module):
                 core_xy = raw.tanh()
                 core_rotation = rope.rotation(core_xy, periods)
             seen = periphery.multiplicity
-            given = (x, budget, core_rotation, patch_rotation, self.backend, seen)
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x = checkpoint(block, *given, use_reentrant=False)
+            if self._recomputes(block):
+                run = partial(_unpacked, block, budget, self.backend, seen)
+                x = self._gradient_checkpointing_func(run, x, *core_rotation, *patch_rotation)
             else:
-                x = block(*given)
+                x = block(x, budget, core_rotation, patch_rotation, self.backend, seen)
             yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid, periphery)
 
     def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
@@ -487,6 +495,19 @@ class Veca(FeatureModel, nn.Module):
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
         patches = layer.periphery.spread(x[:, budget:])
         return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
+
+
+def _unpacked(
+    block: Block,
+    budget: int,
+    backend: str,
+    multiplicity: Tensor | None,
+    x: Tensor,
+    *tables: Tensor,
+) -> Tensor:
+    """A block whose tensors are arguments of their own, which checkpoints can see."""
+    cores, patches = Rotation(*tables[:2]), Rotation(*tables[2:])
+    return block(x, budget, cores, patches, backend, multiplicity)
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:

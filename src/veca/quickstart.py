@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from veca import bench, viz
 from veca._util.html import Page
+from veca.config import DEFAULT_SIZE
 from veca.cost import Cost, cost
 from veca.images import target_size
 from veca.model import Veca
@@ -76,7 +77,7 @@ def quickstart(
     photos: Sequence[Path] | None = None,
     *,
     weights: str | None = None,
-    size: int = 512,
+    size: int = DEFAULT_SIZE,
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Quickstart:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from veca._util.tracing import transformed
+
 
 class Rotation(NamedTuple):
     """Cosines and sines for some tokens, each [B or 1, T, d / 2], shared by all heads."""
@@ -80,11 +82,6 @@ def rotate(x: Tensor, tables: Rotation) -> Tensor:
     if not torch.is_grad_enabled():
         return _turn(x, torch.complex(cos, sin))
     return _Rotate.apply(x, cos, sin)
-
-
-def transformed() -> bool:
-    """Whether this runs inside torch.func.grad, jvp, vmap or the like."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 class _Rotate(torch.autograd.Function):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from interpreter import import_interpreted
 
@@ -79,8 +80,12 @@ def turned(x, tables):
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
-def definition(q, k, v, cores, core_tables, patch_tables, scale):
-    """A dense softmax over all tokens in which patches see the cores only."""
+def definition(q, k, v, cores, core_tables, patch_tables, scale, counts=None):
+    """A dense softmax over all tokens in which patches see the cores only.
+
+    With `counts` [B or 1, N], patch token j weighs counts[j] * exp(score) in the rows of the cores;
+    none is padding, whose own row is zero.
+    """
 
     def rotate(x):
         return torch.cat(
@@ -90,7 +95,13 @@ def definition(q, k, v, cores, core_tables, patch_tables, scale):
     scores = rotate(q) @ rotate(k).transpose(-1, -2) * scale
     index = torch.arange(q.shape[2], device=q.device)
     seen = (index[:, None] < cores) | (index[None, :] < cores)
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if counts is None:
+        return scores.softmax(-1) @ v
+    weights = torch.nn.functional.pad(counts.to(q.dtype), (cores, 0), value=1.0)[:, None]
+    there = scores.masked_fill((weights == 0).unsqueeze(-2), float("-inf"))
+    terms = (there - there.detach().amax(-1, keepdim=True)).exp() * weights.unsqueeze(-2)
+    return terms / terms.sum(-1, keepdim=True) @ v * (weights > 0).unsqueeze(-1)
 
 
 def error(got, want):
@@ -123,29 +134,43 @@ def inputs(batch, heads, patches, cores, width, dtype, rotated, layout="fused", 
     return q, k, v, tables, upstream
 
 
-def wanted(q, k, v, tables, upstream, cores, scale):
+def random_counts(batch, patches, kind):
+    """How many patches each token stands for: 0 to 5 and in between, and runs of padding.
+
+    "shared": one row for all images; "strided": numbers that do not lie side by side.
+    """
+    counts = torch.randint(0, 6, (1 if kind == "shared" else batch, patches)).float()
+    counts += 0.5 * (torch.rand(counts.shape) < 0.2)
+    counts[:, patches // 3 : patches - patches // 4] = 0  # longer than a tile, in large problems
+    counts[:, patches // 2 : patches // 2 + 3] = 2.0
+    if kind == "strided":
+        counts = torch.stack([counts, counts], dim=-1)[..., 0]
+    return counts.to(DEVICE)
+
+
+def wanted(q, k, v, tables, upstream, cores, scale, counts=None):
     """Output and gradients of q, k, v and the core tables, by the definition in float64."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v, *tables[:2]) if x is not None]
     core = leaves[3:] or None
     patch = [x.double() for x in tables[2:]] if tables[2] is not None else None
-    out = definition(*leaves[:3], cores, core, patch, scale)
+    out = definition(*leaves[:3], cores, core, patch, scale, counts)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.double())]
 
 
-def through_autograd(q, k, v, tables, upstream, cores, scale):
+def through_autograd(q, k, v, tables, upstream, cores, scale, counts=None):
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *tables[:2]) if x is not None]
     core = tuple(leaves[3:]) or None
     patch = tuple(tables[2:]) if tables[2] is not None else None
-    out = backend.core_attention(*leaves[:3], cores, core, patch, scale)
+    out = backend.core_attention(*leaves[:3], cores, core, patch, scale, counts)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-def launched(q, k, v, tables, upstream, cores, scale, **overrides):
+def launched(q, k, v, tables, upstream, cores, scale, counts=None, **overrides):
     """The same past the registration, with everything the tables decide overridden."""
     args = (*tables, cores, scale)
-    out, lse = launch_forward(q, k, v, *args, **overrides)
+    out, lse = launch_forward(q, k, v, *args, counts, **overrides)
     rotated = tables[0] is not None
-    grads = launch_backward(upstream, q, k, v, out, lse, *args, rotated, **overrides)
+    grads = launch_backward(upstream, q, k, v, out, lse, *args, rotated, counts, **overrides)
     return [out, *grads[: 5 if rotated else 3]]
 
 
@@ -158,14 +183,15 @@ def check(got, want, tolerance):
 
 def compare(
     batch=1, heads=1, patches=20, cores=7, width=32, dtype=torch.float32, rotated=True,
-    layout="fused", gain=1.0, run=through_autograd, tolerance=None, **overrides,
+    layout="fused", gain=1.0, run=through_autograd, tolerance=None, weighted=None, **overrides,
 ):  # fmt: skip
     q, k, v, tables, upstream = inputs(
         batch, heads, patches, cores, width, dtype, rotated, layout, gain
     )
     scale = width**-0.5
-    got = run(q, k, v, tables, upstream, cores, scale, **overrides)
-    want = wanted(q, k, v, tables, upstream, cores, scale)
+    counts = random_counts(batch, patches, weighted) if weighted else None
+    got = run(q, k, v, tables, upstream, cores, scale, counts, **overrides)
+    want = wanted(q, k, v, tables, upstream, cores, scale, counts)
     check(got, want, tolerance or TOLERANCE[dtype])
     return got
 
@@ -363,6 +389,136 @@ def test_log_sum_exps_are_of_base_two_and_of_all_rows():
     scores = q.double() @ k.double().transpose(-1, -2) * 0.2
     assert torch.allclose(lse[..., :5], scores[:, :, :5].logsumexp(-1), atol=1e-5)
     assert torch.allclose(lse[..., 5:], scores[:, :, 5:, :5].logsumexp(-1), atol=1e-5)
+
+
+# -- multiplicity --------------------------------------------------------------------------------
+
+# The logarithm of zero is -inf, as it should be; numpy, under the interpreter, says so.
+of_zero = pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
+
+
+@pytest.mark.slow
+@interpreted
+@of_zero
+@pytest.mark.parametrize(
+    ("patches", "cores", "heads", "width", "rotated", "weighted"),
+    [
+        (0, 7, 1, 32, True, "each"),
+        (1, 1, 1, 32, False, "each"),
+        (15, 33, 1, 64, True, "shared"),
+        (33, 70, 1, 32, True, "shared"),
+        (100, 7, 1, 32, True, "each"),
+        (64, 64, 1, 32, False, "strided"),
+    ],
+)
+def test_multiplicity_at_odd_sizes(patches, cores, heads, width, rotated, weighted):
+    compare(2, heads, patches, cores, width, rotated=rotated, weighted=weighted)
+
+
+@interpreted
+@of_zero
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cores", [17, 66])
+def test_multiplicity_in_half_precision(dtype, cores):
+    compare(patches=70, cores=cores, dtype=dtype, weighted="each")
+
+
+@pytest.mark.slow
+@interpreted
+@of_zero
+@pytest.mark.parametrize("splits", [1, 5])
+@pytest.mark.parametrize("how", ["roles", "fused", "tiled"])
+def test_multiplicity_where_splits_see_padding_only(how, splits):
+    """Every configuration of the kernels, with spans in which no patch is there."""
+    compare(
+        batch=2, patches=75, cores=9, run=launched, weighted="each", splits=splits,
+        launch=Launch(16, fused=how == "fused"), tiled=how == "tiled",
+    )  # fmt: skip
+
+
+@interpreted
+@of_zero
+@pytest.mark.parametrize("cores", [5, 50, 70])
+def test_padding_is_not_there_however_large_its_score(cores):
+    """Scores of padding in the thousands, all others near -200: they decide no maximum, and in the
+    backward no infinite exponential of theirs meets a zero."""
+    q, k, v, tables, upstream = inputs(2, 1, 20, cores, 32, torch.float32, False)
+    q, k = 6 + q / 4, -6 + k / 4
+    counts = random_counts(2, 20, "each")
+    for b in range(2):
+        k[b, :, cores:][:, counts[b] == 0] = 400.0
+    got = through_autograd(q, k, v, tables, upstream, cores, 32**-0.5, counts)
+    check(got, wanted(q, k, v, tables, upstream, cores, 32**-0.5, counts), 2e-3)
+
+
+@interpreted
+@of_zero
+@pytest.mark.parametrize("cores", [5, 70])
+def test_rows_of_padding_are_zero_and_give_nobody_a_gradient(cores):
+    """To the bit: they add nothing to anyone, whatever comes back to them."""
+    q, k, v, tables, upstream = inputs(1, 1, 20, cores, 32, torch.float32, True)
+    counts = torch.ones(1, 20)
+    counts[:, 12:] = 0
+    there, padding = slice(0, cores + 12), slice(cores + 12, None)
+    first = through_autograd(q, k, v, tables, upstream, cores, 0.2, counts)
+    upstream[:, :, padding] *= 1000
+    second = through_autograd(q, k, v, tables, upstream, cores, 0.2, counts)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert not any(x[:, :, padding].any() for x in first[:4])
+    assert all(x[:, :, there].any() for x in first[:4])
+
+
+@interpreted
+@of_zero
+def test_log_sum_exps_count_and_those_of_padding_are_infinite():
+    q, k, v, tables, _ = inputs(1, 1, 20, 5, 32, torch.float32, False)
+    counts = random_counts(1, 20, "each")
+    _, lse = torch.ops.veca.core_attention(q, k, v, *tables, 5, 0.2, counts)
+    scores = q.double() @ k.double().transpose(-1, -2) * 0.2
+    scores[:, :, :5, 5:] += counts.double().log()
+    assert torch.allclose(lse[..., :5].double() * math.log(2), scores[:, :, :5].logsumexp(-1))
+    assert torch.equal(lse[0, 0, 5:].isinf(), counts[0] == 0)
+
+
+@pytest.mark.slow
+@interpreted
+@of_zero
+def test_opcheck_with_multiplicity():
+    q, k, v, tables, upstream = inputs(1, 1, 10, 5, 32, torch.float32, False)
+    counts = random_counts(1, 10, "each")
+    out, lse = torch.ops.veca.core_attention(q, k, v, *tables, 5, 0.2, counts)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.veca.core_attention.default, (*leaves, *tables, 5, 0.2, counts))
+    args = (upstream, q, k, v, out, lse, *tables, 5, 0.2, False, counts)
+    torch.library.opcheck(
+        torch.ops.veca.core_attention_backward.default,
+        args,
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@interpreted
+@of_zero
+def test_export_and_compile_with_multiplicity():
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, counts):
+            return dispatched(q, k, v, 5, multiplicity=counts, backend="triton")
+
+    q, k, v, _, _ = inputs(1, 1, 10, 5, 32, torch.float32, False)
+    counts = random_counts(1, 10, "each")
+    want = definition(q.double(), k.double(), v.double(), 5, None, None, 32**-0.5, counts)
+    program = torch.export.export(Module(), (q, k, v, counts))
+    assert str(program.graph).count("veca.core_attention") == 1
+    assert error(program.module()(q, k, v, counts), want) < 1e-5
+    compiled = torch.compile(Module(), fullgraph=True, backend="aot_eager")
+    assert error(compiled(q, k, v, counts), want) < 1e-5
+
+
+def test_graphs_saved_before_multiplicity_existed_still_call_the_operation():
+    for name, last in (("core_attention", "scale"), ("core_attention_backward", "table_grad")):
+        *_, before, multiplicity = getattr(torch.ops.veca, name).default._schema.arguments
+        assert (before.name, multiplicity.name) == (last, "multiplicity")
+        assert multiplicity.has_default_value() and multiplicity.default_value is None
 
 
 # -- the plan ------------------------------------------------------------------------------------
@@ -576,6 +732,84 @@ def test_gpu_bfloat16(batch, heads, patches, cores, width, rotated):
 )
 def test_gpu_dtypes(dtype, patches, cores, width, rotated):
     compare(2, 3, patches, cores, width, dtype, rotated)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("weighted", ["each", "shared", "strided"])
+@pytest.mark.parametrize(
+    ("dtype", "patches", "cores", "width", "rotated"),
+    [
+        (torch.bfloat16, 0, 8, 64, True),
+        (torch.bfloat16, 15, 8, 32, True),
+        (torch.bfloat16, 257, 33, 64, "both"),
+        (torch.bfloat16, 1000, 64, 128, "batch"),
+        (torch.bfloat16, 4097, 64, 64, True),
+        (torch.bfloat16, 300, 200, 64, True),
+        (torch.float16, 1024, 64, 64, False),
+        (torch.float16, 1000, 8, 32, True),
+        (torch.float32, 1000, 33, 32, True),
+        (torch.float32, 257, 64, 64, True),
+        (torch.float32, 100, 70, 128, False),
+    ],
+)
+def test_gpu_multiplicity(dtype, patches, cores, width, rotated, weighted):
+    compare(2, 3, patches, cores, width, dtype, rotated, weighted=weighted)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("how", ["roles", "fused", "tiled"])
+@pytest.mark.parametrize("splits", [1, 7])
+def test_gpu_multiplicity_where_splits_see_padding_only(splits, how):
+    launch = Launch(32, stages=1, fused=how == "fused")
+    compare(
+        1, 3, 1000, 40, 64, torch.bfloat16, run=launched, launch=launch, splits=splits,
+        tiled=how == "tiled", weighted="each",
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("cores", [8, 64, 130])
+def test_gpu_multiplicity_same_bits_twice_and_one_is_none(cores):
+    args = (*inputs(1, 12, 4097, cores, 64, torch.bfloat16, True), cores, 0.125)
+    counts = random_counts(1, 4097, "each")
+    first, second = through_autograd(*args, counts), through_autograd(*args, counts)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    ones = through_autograd(*args, torch.ones(1, 4097, device=DEVICE))
+    for got, want in zip(ones, through_autograd(*args), strict=True):
+        assert error(got, want.double()) < 1e-2
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gpu_sdpa_with_multiplicity(dtype):
+    """The other backend, on torch's memory-efficient kernel: at an odd number of tokens."""
+    q, k, v, _, upstream = inputs(2, 3, 257, 33, 64, dtype, False)
+    counts = random_counts(2, 257, "each")
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        out = dispatched(*leaves, 33, multiplicity=counts, backend="sdpa")
+        got = [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+    check(got, wanted(q, k, v, [None] * 4, upstream, 33, 0.125, counts), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_multiplicity_waits_for_nothing():
+    """Checks must not read values back; a negative count shows as NaN."""
+    q, k, v, _, _ = inputs(1, 3, 257, 8, 64, torch.bfloat16, False)
+    counts = torch.ones(257, device=DEVICE)
+    dispatched(q, k, v, 8, multiplicity=counts)  # compiles
+    counts[3] = -1
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = dispatched(q, k, v, 8, multiplicity=counts)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert out[:, :, :8].isnan().all()
 
 
 @pytest.mark.gpu

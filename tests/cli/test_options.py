@@ -6,11 +6,12 @@ import importlib
 
 import pytest
 import torch
+import typer
 from PIL import Image
 
 import veca
 from conftest import SMALLEST
-from veca.cli.main import main
+from veca.cli.main import app, main
 
 
 class Reached(Exception):
@@ -32,7 +33,8 @@ def reached(monkeypatch):
         monkeypatch.setattr(importlib.import_module(module), name, stub)
         with pytest.raises(Reached):
             main([str(word) for word in words])
-        seen.pop("progress", None)
+        for call_back in ("progress", "on_estimate"):
+            seen.pop(call_back, None)
         return seen
 
     return call
@@ -55,8 +57,9 @@ def test_features(reached, weights, photos, tmp_path):
         "veca.embed.extract", "features", photos, "--out", tmp_path / "out", "--weights",
         weights, "--cores", 3, "--size", "32x48", "--fit", "crop", "--what", "cls", "--format",
         "safetensors", "--dtype", "float32", "--batch-size", 5, "--device", "cpu", "--workers", 2,
-        "--root", tmp_path, "--strict", "--overwrite",
+        "--root", tmp_path, "--strict", "--overwrite", "--width", "native", "--pca", 4,
     ) == {
+        "width": "native", "pca": 4,
         "cores": 3, "size": (32, 48), "fit": "crop", "what": ["cls"], "format": "safetensors",
         "dtype": "float32", "batch_size": 5, "workers": 2, "root": tmp_path, "on_error": "raise",
         "overwrite": True,
@@ -66,23 +69,75 @@ def test_features(reached, weights, photos, tmp_path):
 def test_embed(reached, photos, tmp_path):
     assert reached(
         "veca.embed.embed", "embed", photos, "--out", tmp_path / "out", "--weights", "w",
-        "--cores", 3, "--size", "native", "--patches", "--dtype", "float32", "--precision",
+        "--cores", 3, "--size", "native", "--what", "cls,patches",
+        "--width", "native", "--pca", 4, "--dtype", "float32", "--precision",
         "bfloat16", "--batch-size", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
         "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
         "--strict", "--overwrite",
     ) == {
-        "weights": "w", "cores": 3, "size": None, "patches": True, "dtype": "float32",
+        "weights": "w", "cores": 3, "size": None, "what": ["cls", "patches"],
+        "width": "native", "pca": 4, "dtype": "float32",
         "precision": "bfloat16", "batch_size": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
         "device": "cpu", "threads": 1, "engine": "ray", "address": "here", "retry_failed": True,
         "on_error": "raise", "overwrite": True,
     }  # fmt: skip
 
 
-def test_search(reached, photos):
+def test_options_of_0_1_are_others_now_and_say_so(reached, photos, tmp_path, capsys):
+    words = ("embed", photos, "--out", tmp_path / "out", "--patches", "--batch", 3)
+    found = reached("veca.embed.embed", *words)
+    assert (found["what"], found["batch_size"]) == (["cls", "patches"], 3)
+    assert "--what" in (said := capsys.readouterr().err) and "--batch-size" in said
+
+
+@pytest.mark.parametrize("command", ["features", "embed"])
+def test_what_is_not_given_is_left_to_the_folder(reached, weights, photos, tmp_path, command):
+    function = {"features": "veca.embed.extract", "embed": "veca.embed.embed"}[command]
+    words = (command, photos, "--out", tmp_path / "out", "--weights", weights, "--device", "cpu")
+    found = reached(function, *words)
+    assert (found["size"], found["width"], found["pca"]) == ("auto", "auto", None)
+
+
+def test_one_name_for_one_option():
+    """What features, embed, search, probe and viz share has one name, type and short help."""
+    commands = typer.main.get_command(app).commands
+    shared = (
+        "--cores",
+        "--size",
+        "--weights",
+        "--width",
+        "--what",
+        "--pca",
+        "--dtype",
+        "--precision",
+        "--batch-size",
+        "--device",
+        "--threads",
+        "--strict",
+        "--overwrite",
+    )
+    named = {
+        name: {flag for one in commands[name].params if not one.hidden for flag in one.opts}
+        for name in ("features", "embed", "search", "probe", "viz")
+    }
+    for name in ("features", "embed"):
+        assert set(shared) <= named[name]
+    for name in ("search", "probe"):
+        assert {"--weights", "--cores", "--size", "--width", "--device", "--threads"} <= named[name]
+    assert {"--weights", "--cores", "--size", "--device", "--threads"} <= named["viz"]
+    old = {"--batch", "--patches", "--projection"}
+    assert not old & set().union(*named.values())
+
+
+def test_search(reached, photos, monkeypatch):
+    monkeypatch.setattr("veca.embed.Collection", lambda folder: folder)
     assert reached(
         "veca.embed.search", "search", "folder", photos / "a.png", "--top", 3, "--exact",
-        "--weights", "w", "--device", "cpu",
-    ) == {"exact": True, "weights": "w", "device": torch.device("cpu")}  # fmt: skip
+        "--weights", "w", "--device", "cpu", "--cores", 3, "--size", "native", "--width", "native",
+    ) == {
+        "exact": True, "weights": "w", "device": torch.device("cpu"), "cores": 3, "size": None,
+        "width": "native",
+    }  # fmt: skip
 
 
 def test_pack(reached, photos, tmp_path):
@@ -126,6 +181,7 @@ def test_probe(reached, weights, tmp_path, monkeypatch):
         "--data", tmp_path, "--train-dataset", "cifar100", "--train-data", tmp_path / "other",
         "--train-split", "test", "--test-split", "train", "--size", 32, "--cache",
         tmp_path / "cache", "--device", "cpu", "--workers", 2, "--no-time", "--verify",
+        "--width", "native",
     )  # fmt: skip
     assert {"protocol", "command", "options"} <= found.keys()
     wanted = {
@@ -135,3 +191,4 @@ def test_probe(reached, weights, tmp_path, monkeypatch):
         "measure_time": False, "verify": True,
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == wanted
+    assert found["protocol"].extract.projection is False

@@ -358,3 +358,41 @@ def test_long_names_are_shortened_to_what_a_tar_takes(tmp_path: Path) -> None:
     report = pack(tmp_path / "photos", tmp_path / "out", size=24, workers=0)
     assert report.images == 1
     assert Path(open_source(tmp_path / "out").name(0)).name == f"00000000_{'x' * 64}.jpg"
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("next", lambda m: m.update(next=10**400)),
+        ("next", lambda m: m.update(next="3")),
+        ("next", lambda m: m.update(next=99)),
+        ("shards", lambda m: m.update(shards={})),
+        (r"shards\.1", lambda m: m["shards"].__setitem__(1, None)),
+        (r"shards\.0.*bytes", lambda m: m["shards"][0].update(bytes=None)),
+        (r"shards\.0.*first", lambda m: m["shards"][0].pop("first")),
+        ("follow", lambda m: m["shards"][0].update(stop=-1)),
+        ("failures", lambda m: m.pop("failures")),
+        (r"failures\.0", lambda m: m.update(failures=[{"index": "0"}])),
+        ("settings", lambda m: m.update(settings=None)),
+        ("complete", lambda m: m.update(complete=3)),
+    ],
+)
+def test_an_odd_manifest_is_named_with_its_field(tmp_path: Path, field: str, change) -> None:
+    photos = make_folder(tmp_path / "photos", 4)
+    pack(photos, tmp_path / "out", size=24, per_shard=2, workers=0)
+    path = tmp_path / "out" / MANIFEST
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=field) as caught:
+        pack(photos, tmp_path / "out", size=24, per_shard=2, workers=0)
+    assert MANIFEST in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"next": NaN}', '{"next": 1e999}', "[]"])
+def test_a_manifest_that_is_none(tmp_path: Path, text: str) -> None:
+    photos = make_folder(tmp_path / "photos", 2)
+    pack(photos, tmp_path / "out", size=24, workers=0)
+    (tmp_path / "out" / MANIFEST).write_text(text)
+    with pytest.raises(DataError, match=MANIFEST):
+        pack(photos, tmp_path / "out", size=24, workers=0)

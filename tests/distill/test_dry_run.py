@@ -9,11 +9,11 @@ import pytest
 import veca
 from distill.small import settings
 from veca.cli.distill import distill as command
-from veca.distill import DistillError, load_config, read_metrics
+from veca.distill import DistillError, load_config, read_metrics, recipe
 from veca.distill.dry_run import dry_run
 from veca.errors import InputError
 
-RECIPES = Path(__file__).parents[2] / "configs"
+RECIPES = recipe.FOLDER
 
 
 def test_a_dry_run_says_and_tries_and_writes_nothing(tmp_path, monkeypatch) -> None:
@@ -96,7 +96,7 @@ def test_a_recipe_is_valid_and_says_what_to_expect(path: Path) -> None:
     load_config(path)
     head = path.read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in head.splitlines())
-    for word in (f"configs/{path.name}", "Hardware:", "Cost:", "Expected:"):
+    for word in (f"--config {path.stem} ", "Hardware:", "Cost:", "Expected:"):
         assert word in head
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import sys
+import time
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from veca.distill import DistillError, DivergedError, read_metrics
 from veca.distill.logger import RunLogger, StepMeter, code_version, write_run
 from veca.distill.parallel import World
 from veca.distill.schedule import StepPlan
-from veca.errors import MissingExtraError
+from veca.errors import MissingExtraError, OutputError
 
 
 def step(number: int) -> StepPlan:
@@ -174,3 +176,31 @@ def test_a_run_that_starts_anew_starts_an_empty_file(tmp_path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in old))
     RunLogger(tmp_path, steps=4, tensorboard=False).close()
     assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def entry(step: int) -> dict:
+    return {"kind": "train", "step": step, "loss": 1.0, "cores": [4], "size": 32, "batch": 4,
+            "lr": 1e-3}  # fmt: skip
+
+
+def test_a_folder_that_is_deleted_under_the_logger(tmp_path) -> None:
+    log = RunLogger(tmp_path / "run", steps=100, tensorboard=False)
+    log.train([entry(1)], rate=1.0, waited=0.0)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(OutputError, match="metrics"):
+        log.train([entry(2)], rate=1.0, waited=0.0)
+    log.close()
+
+
+def test_a_folder_that_is_deleted_under_tensorboard(tmp_path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `train` is not installed")
+    log = RunLogger(tmp_path / "run", steps=100)
+    log.train([entry(1)], rate=1.0, waited=0.0)
+    log._board.flush()
+    shutil.rmtree(tmp_path / "run" / "tensorboard")
+    with pytest.raises(OutputError, match="tensorboard"):
+        for step in range(2, 40):  # a thread writes, and meets it a little later
+            log.train([entry(step)], rate=1.0, waited=0.0)
+            time.sleep(0.01)
+        log.close()
+    log.close()

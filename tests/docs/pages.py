@@ -6,7 +6,7 @@
     python tests/docs/pages.py docs/quickstart.md --folder CLONE --as-is
 
 Blocks marked `python` share one namespace, blocks marked `bash` run under `set -eu`, all in one
-folder. It holds what a clone has at hand (`configs`, `examples`, `src`) and what pages call the
+folder. It holds what a clone has at hand (`examples`, `src`) and what pages call the
 reader's own: `photo.jpg`, `photos/`. A block marked `text` is the output of the block above it and
 has to be found there; `...` stands for anything. A block is left out only behind a comment that
 says why:
@@ -91,7 +91,7 @@ def blocks(page: Path) -> list[Block]:
 
 def prepare(folder: Path) -> None:
     """What a reader has at hand: the clone, and photos."""
-    for name in ("benchmarks", "configs", "examples", "src"):
+    for name in ("benchmarks", "examples", "src"):
         if not (folder / name).exists():  # the folder may be a clone itself
             (folder / name).symlink_to(ROOT / name)
     photos = ROOT / "src" / "veca" / "assets" / "photos"

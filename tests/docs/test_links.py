@@ -41,7 +41,7 @@ def test_links_lead_somewhere(page):
 
 def test_pages_install_from_the_clone():
     """The package is on no index: pip would find nothing, or something else, under its name."""
-    recipes = sorted((pages.ROOT / "configs").rglob("*.toml"))
+    recipes = sorted((pages.ROOT / "src" / "veca" / "distill" / "recipes").rglob("*.toml"))
     for page in [*pages.pages(), *recipes]:
         found = re.findall(r"pip install.*\bveca\b.*", page.read_text(encoding="utf-8"))
         assert not found, f"{page.name}: in a clone it is pip install '.[extra]'"

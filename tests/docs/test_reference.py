@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import pkgutil
+import sys
+import types
 from pathlib import Path
 
 import pytest
 
 import veca
 from docs import pages
+
+_SPEC = importlib.util.spec_from_file_location("site_hooks", pages.ROOT / "docs/site_hooks.py")
+site_hooks = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(site_hooks)
 
 REFERENCE = pages.ROOT / "docs" / "reference"
 MODULES = sorted(path.stem for path in REFERENCE.glob("veca*.md"))
@@ -22,12 +28,7 @@ SETTINGS = {"veca.distill.config", "veca.probe.protocol"}
 
 
 def public(name: str) -> list[tuple[str, object]]:
-    module = importlib.import_module(name)
-    names = getattr(module, "__all__", None)
-    if names is None:  # a module without a list: what it defines and does not call private
-        here = vars(module).items()
-        return [(n, v) for n, v in here if n[0] != "_" and getattr(v, "__module__", "") == name]
-    return [(n, getattr(module, n)) for n in names]
+    return list(site_hooks.public_names(name).items())
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -66,3 +67,43 @@ def test_every_page_of_the_reference_is_on_the_site() -> None:
     for name in MODULES:
         assert f"reference/{name}.md" in site and f"({name}.md)" in index, name
         assert f"::: {name}\n" in (REFERENCE / f"{name}.md").read_text()
+
+
+PAGE = """<h1 id="top">A</h1><a href="../b/">b</a><a href="../b/#part">part</a>
+<a href="#top">top</a><a href="https://example.org/x">away</a><img src="../p.png">"""
+
+
+def _site(folder: Path, page: str) -> Path:
+    for name, text in (("a", page), ("b", '<h2 id="part">P</h2>')):
+        (folder / name).mkdir()
+        (folder / name / "index.html").write_text(text)
+    (folder / "p.png").write_bytes(b"")
+    return folder
+
+
+def test_a_site_without_broken_links_passes(tmp_path: Path) -> None:
+    assert site_hooks.broken_links(_site(tmp_path, PAGE)) == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [("../b/", "../c/"), ("#part", "#parts"), ("#top", "#bottom"), ("p.png", "q.png")],
+)
+def test_broken_links_anchors_and_pictures_are_told(tmp_path: Path, good: str, bad: str) -> None:
+    problems = site_hooks.broken_links(_site(tmp_path, PAGE.replace(good, bad)))
+    assert problems and all(bad in problem for problem in problems)
+
+
+def test_names_that_no_page_shows_or_that_say_nothing_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("veca_room")
+    module.__all__ = ["shown", "hidden", "silent"]
+    for name in module.__all__:
+        exec(f"def {name}():\n    {'pass' if name == 'silent' else repr('Works.')}", vars(module))
+    monkeypatch.setitem(sys.modules, "veca_room", module)
+    page = tmp_path / "reference" / "veca_room" / "index.html"
+    page.parent.mkdir(parents=True)
+    page.write_text('<h2 id="veca_room.shown"></h2><h2 id="veca_room.silent"></h2>')
+    hidden, silent = site_hooks.undocumented(tmp_path)
+    assert "hidden" in hidden and "silent" in silent

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -75,15 +76,15 @@ class Spy:
 
     def __init__(self, model, fail_at: int | None = None, error: BaseException | None = None):
         self.batches: list[tuple[int, ...]] = []
-        original = model.forward
+        original = model.walk
 
-        def forward(images, cores=None):
+        def walk(images, *options, **more):
             self.batches.append(tuple(images.shape))
             if len(self.batches) == fail_at:
                 raise error
-            return original(images, cores=cores)
+            return original(images, *options, **more)
 
-        model.forward = forward
+        model.walk = walk
 
     @property
     def images(self) -> int:
@@ -245,7 +246,7 @@ class TestBatches:
                 taken += 1
                 side = 16 * (1 + i % 25)
                 pixels = np.zeros((side, 16, 3), dtype=np.uint8)
-                yield _Image(NamedImage(i, Path(), str(i)), veca.preprocess(pixels))
+                yield _Image(NamedImage(i, Path(), str(i)), veca.preprocess(pixels, size=None))
 
         given: list[int] = []
         for batch in batch_by_shape(images(), 4):
@@ -639,7 +640,7 @@ class TestSingleFile:
         assert got["images"] == [p.relative_to(photos).as_posix() for p in find_images(photos)]
         for name, cls in zip(got["images"], got["cls"], strict=True):
             with torch.inference_mode():
-                expected = model(veca.preprocess(photos / name).pixels).cls[0]
+                expected = model(veca.preprocess(photos / name, size=None).pixels).cls[0]
             np.testing.assert_allclose(cls, expected, atol=1e-5)
 
     def test_patches_of_several_grids_are_refused(self, model, photos, tmp_path):
@@ -683,3 +684,13 @@ def test_bad_options_are_refused_before_anything_is_written(
     with pytest.raises(error, match=noun):
         extract(model, **{"sources": photos, "out": "out", "size": 32, **change})
     assert files_in(tmp_path / "here") == []
+
+
+def test_a_small_file_of_features_that_unpacks_to_gigabytes(tmp_path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("cls.npy", bytes(200 * 2**20))
+    assert (tmp_path / "x.npz").stat().st_size < 2**20
+    with pytest.raises(InputError, match="unpack"):
+        read_features(tmp_path / "x.npz")
+    np.savez_compressed(tmp_path / "y.npz", cls=np.zeros(10), settings="x")  # an honest one
+    assert read_features(tmp_path / "y.npz")["settings"] == "x"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from PIL import Image
 
 import veca
 from data.pictures import encoded, picture
+from veca.cli.main import main
 from veca.data import pack
 from veca.embed import Collection, contact_sheet, read_embeddings, search
-from veca.errors import ImageError, InputError, MissingExtraError, WeightsError
+from veca.errors import ImageError, InputError, MissingExtraError, VecaWarning, WeightsError
 
 
 @pytest.fixture
@@ -72,16 +75,16 @@ def test_more_than_there_are(folder):
 def test_the_index_is_kept_and_made_again_when_shards_change(embed, folder, images):
     pytest.importorskip("usearch")
     query = read_embeddings(folder)[1][0]
-    search(folder, query)
+    search(folder, query, exact=False)
     (kept,) = folder.glob("index-*.usearch")
     made = kept.stat().st_mtime_ns
-    search(folder, query)
+    search(folder, query, exact=False)
     assert kept.stat().st_mtime_ns == made
     for i in (0, 1):
         (images / f"new{i}.png").write_bytes(encoded(picture(100 + i)))
     embed(images, folder)
     _, cls = read_embeddings(folder)
-    assert search(folder, cls[31])[0].path == read_embeddings(folder)[0][31]
+    assert search(folder, cls[31], exact=False)[0].path == read_embeddings(folder)[0][31]
     (new,) = folder.glob("index-*.usearch")
     assert new != kept
 
@@ -89,10 +92,10 @@ def test_the_index_is_kept_and_made_again_when_shards_change(embed, folder, imag
 def test_a_damaged_index_is_made_again(folder):
     pytest.importorskip("usearch")
     names, cls = read_embeddings(folder)
-    search(folder, cls[0])
+    search(folder, cls[0], exact=False)
     (kept,) = folder.glob("index-*.usearch")
     kept.write_bytes(b"no index")
-    assert search(folder, cls[5])[0].path == names[5]
+    assert search(folder, cls[5], exact=False)[0].path == names[5]
     assert len(kept.read_bytes()) > 1000
 
 
@@ -104,7 +107,7 @@ def test_a_place_without_room_for_the_index(folder, monkeypatch, caplog):
 
     monkeypatch.setattr("veca.embed.searching.commit", refuse)
     names, cls = read_embeddings(folder)
-    assert search(folder, cls[5])[0].path == names[5]
+    assert search(folder, cls[5], exact=False)[0].path == names[5]
     assert "not kept" in caplog.text and not list(folder.glob("index-*"))
 
 
@@ -112,9 +115,9 @@ def test_usearch_is_needed_for_the_index_only(folder, monkeypatch):
     for name in ("usearch", "usearch.index"):
         monkeypatch.setitem(sys.modules, name, None)
     query = read_embeddings(folder)[1][0]
-    assert search(folder, query, exact=True)
+    assert search(folder, query)
     with pytest.raises(MissingExtraError, match=r"veca\[search\]"):
-        search(folder, query)
+        search(folder, query, exact=False)
 
 
 def test_a_core_install_is_told_of_the_one_extra_that_search_needs(folder, monkeypatch):
@@ -181,3 +184,106 @@ def test_a_contact_sheet_shows_files_and_members_of_shards(embed, images, tmp_pa
     page = contact_sheet(tmp_path / "page.html", query, matches).read_text()
     assert page.count("data:image/jpeg;base64,") == 1 + 59
     assert all(match.path in page for match in matches)
+
+
+# --------------------------------------------------------------------------- exact, and the index
+
+
+def test_a_small_collection_is_searched_row_by_row(folder):
+    collection = Collection(folder)
+    query = np.random.default_rng(0).normal(size=32).astype(np.float32)
+    assert collection.search(query, 9) == collection.search(query, 9, exact=True)
+    assert collection.recall is None and not list(folder.glob("index-*"))
+
+
+def test_above_the_limit_the_index_is_asked_and_says_its_recall(folder, monkeypatch):
+    pytest.importorskip("usearch")
+    monkeypatch.setattr("veca.embed.searching.EXACT_BELOW", 30)
+    query = read_embeddings(folder)[1][3]
+    collection = Collection(folder)
+    collection.search(query)
+    assert collection.recall == 1  # of thirty rows nothing is missed
+    (kept,) = folder.glob("index-*.json")
+    kept.write_text(kept.read_text().replace("1.0", "0.25"))
+    again = Collection(folder)
+    again.search(query)
+    assert again.recall == 0.25  # measured once
+
+
+def test_recall_is_the_share_of_true_neighbours(folder, monkeypatch):
+    pytest.importorskip("usearch")
+    collection = Collection(folder)
+    exact = Collection._exact
+
+    def half(self, queries, top):
+        rows, scores = exact(self, queries, top)
+        return np.concatenate([rows[:, : top // 2], rows[:, : top // 2] + 1000], axis=1), scores
+
+    monkeypatch.setattr(Collection, "_exact", half)
+    collection.search(read_embeddings(folder)[1][3], exact=False)
+    assert collection.recall == 0.5
+
+
+def test_the_command_says_the_recall(folder, images, monkeypatch, capsys):
+    pytest.importorskip("usearch")
+    photo = str(next(images.rglob("*.png")))
+    words = ["search", str(folder), photo, "--device", "cpu", "--json"]
+    assert main(words) == 0
+    assert not capsys.readouterr().err
+    assert main([*words, "--index"]) == 0
+    said = capsys.readouterr()
+    assert "100.0%" in said.err and "--exact" in said.err and json.loads(said.out)
+
+
+# ----------------------------------------------------------------- a collection made another way
+
+
+def test_what_is_asked_otherwise_is_said_and_not_done(folder, images):
+    photo = next(images.rglob("*.png"))
+    plain = search(folder, photo, 3)
+    with pytest.warns(VecaWarning, match=r"cores 4, not 2.*size \[32, 48\], not 512"):
+        assert search(folder, photo, 3, cores=2, size=512) == plain
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert search(folder, photo, 3, cores=4, size=(32, 48), width="native") == plain
+
+
+def test_other_weights_are_said_and_not_used(folder, images, tiny, tmp_path):
+    photo = next(images.rglob("*.png"))
+    with torch.no_grad():
+        next(tiny.parameters()).add_(1)
+    with pytest.warns(VecaWarning, match="embedded with its own"):
+        assert search(folder, photo, 3, weights=tiny) == search(folder, photo, 3)
+
+
+def test_two_folders_together(embed, images, weights, tmp_path):
+    embed(images / "0", tmp_path / "a")
+    embed(images / "1", tmp_path / "b")
+    embed([images / "0", images / "1"], tmp_path / "both")
+    photo = next(images.rglob("*.png"))
+    together = search([tmp_path / "a", tmp_path / "b"], photo, 7)
+    assert [m.path for m in together] == [m.path for m in search(tmp_path / "both", photo, 7)]
+    embed(images / "1", tmp_path / "other-cores", cores=2)
+    with pytest.raises(InputError, match="cores 4 and 2"):
+        search([tmp_path / "a", tmp_path / "other-cores"], photo)
+    embed(images / "1", tmp_path / "other-size", size=32)
+    with pytest.warns(VecaWarning, match="size"):
+        found = search([tmp_path / "a", tmp_path / "other-size"], photo, 99)
+    assert len(found) == 20
+
+
+def test_the_command_takes_several_folders_and_warns_in_a_line(embed, images, tmp_path, capsys):
+    embed(images / "0", tmp_path / "a")
+    embed(images / "1", tmp_path / "b", size=32)
+    photo = str(next(images.rglob("*.png")))
+    words = ["search", tmp_path / "a", tmp_path / "b", photo, "--top", 20, "--json", "--cores", 2]
+    assert main([str(word) for word in words]) == 0
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)) == 20
+    assert all(line.startswith("veca: ") for line in said.err.splitlines())
+    assert "cores 4, not 2" in said.err and "size" in said.err
+
+
+def test_an_address_is_named_as_it_was_typed(folder, capsys):
+    assert main(["search", str(folder), "https://host/a.jpg", "--device", "cpu"]) == 2
+    assert "https://host/a.jpg" in capsys.readouterr().err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import random
+import shutil
 import sys
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 import veca
 from conftest import SMALLEST
 from veca.errors import InputError, MissingExtraError, OutputError
-from veca.export import ExportError, api, export_model, onnx_file, verify
+from veca.export import ExportError, api, export_model, load_exported, onnx_file, verify
 from veca.export.api import _check
 from veca.export.graph import frozen_copy
 
@@ -155,3 +158,42 @@ def test_budgets_to_check():
 
 def test_a_budget_asked_for_twice_is_one_file(tiny):
     assert _check(tiny, "torch-export", [4, 2, 4], None, "float32", "x", None) == [4, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["onnx_any", "torch_any"])
+def test_each_flipped_bit_of_a_file_is_seen(which, request, tmp_path):
+    entry = request.getfixturevalue(which)
+    good = entry.path.read_bytes()
+    rng = random.Random(0)
+    for beside in (True, False):  # with its report, and without one
+        path = tmp_path / f"{beside}" / entry.path.name
+        path.parent.mkdir()
+        if beside:
+            shutil.copy(entry.report, path.parent)
+        path.write_bytes(good)
+        wanted = load_exported(path)(torch.zeros(1, 3, 32, 32), 4).patches
+        seen = 0
+        for _ in range(20):
+            damaged = bytearray(good)
+            damaged[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
+            path.write_bytes(damaged)
+            try:
+                found = load_exported(path)(torch.zeros(1, 3, 32, 32), 4).patches
+            except ExportError:
+                seen += 1
+                continue
+            assert not beside and torch.equal(wanted, found)  # in the padding of an archive
+        assert seen == 20 if beside or which == "onnx_any" else seen > 10
+
+
+@pytest.mark.slow
+def test_a_pipe_and_a_report_that_is_none(onnx_any, tmp_path):
+    for name in ("x.onnx", "x.pt2"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ExportError, match="pipe"):
+            load_exported(tmp_path / name)
+    shutil.copy(onnx_any.path, tmp_path / "y.onnx")
+    (tmp_path / "y.onnx.json").write_text("[" * 100_000)
+    with pytest.raises(ExportError, match=r"y\.onnx\.json"):
+        load_exported(tmp_path / "y.onnx")

@@ -257,10 +257,25 @@ def test_pretrained_is_what_veca_loads(images, tmp_path, monkeypatch):
     assert torch.equal(net(images)[-1], wanted)
     with pytest.raises(InputError, match=r"192.*384"):
         timm.create_model("veca_small_patch16", pretrained=True, pretrained_cfg_overlay=file)
+    grey = timm.create_model(
+        "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1, num_classes=0
+    ).eval()
+    one = images[:, :1]
+    wanted = plain(one.expand(-1, 3, -1, -1)).cls
+    torch.testing.assert_close(grey(one), wanted, atol=1e-4, rtol=1e-4)  # summed in another order
+    assert grey.in_chans == 1
+    veca.save(veca.create_model("tiny", in_channels=4), tmp_path / "four")
+    four = {"file": str(tmp_path / "four")}
     with pytest.raises(InputError, match="in_chans=1"):
         timm.create_model(
-            "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=file, in_chans=1
+            "veca_tiny_patch16", pretrained=True, pretrained_cfg_overlay=four, in_chans=1
         )
+
+
+@needs_timm
+def test_a_device_and_a_dtype():
+    model = timm.create_model("veca_tiny_patch16", device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {("meta", torch.bfloat16)}
 
 
 @needs_timm
@@ -276,7 +291,7 @@ def test_pictures_are_normalised_as_the_weights_want(tmp_path):
     assert data_config(mean=(0.1, 0.2, 0.3))["mean"] == (0.1, 0.2, 0.3)  # asked for
 
     veca.save(veca.create_model("tiny", in_channels=4), tmp_path)
-    assert data_config()["input_size"] == (4, 256, 256)
+    assert data_config()["input_size"] == (4, 512, 512)
 
 
 @needs_timm

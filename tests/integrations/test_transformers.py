@@ -20,6 +20,8 @@ transformers = pytest.importorskip("transformers", reason="the extra `hf` is not
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 5 or newer is needed", allow_module_level=True)
 
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+
 import veca.integrations.transformers as hf  # noqa: E402
 from veca.integrations.transformers import availability, folder  # noqa: E402
 
@@ -120,6 +122,57 @@ def test_gradient_checkpointing_keeps_the_gradients(plain, images):
         gradients.append(plain.blocks[0].attn.q.weight.grad.clone())
     assert plain.gradient_checkpointing
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_is_the_way_transformers_says(plain, images, reentrant):
+    """Its classes find the blocks, its function is called, and gradients are those without it."""
+    model = hf.VecaModel.from_veca(plain).train()
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert len(layers) == 3 and not model.is_gradient_checkpointing
+    passes = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: passes.append(module))
+    gradients = []
+    for enable in (False, True):
+        if enable:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            assert model.is_gradient_checkpointing
+            layers[1].gradient_checkpointing = False  # as its every_n_layers leaves some out
+        torch.manual_seed(3)
+        passes.clear()
+        model.zero_grad()
+        model(images).last_hidden_state.square().mean().backward()
+        assert len(passes) == (5 if enable else 3)
+        gradients.append({n: p.grad.clone() for n, p in plain.named_parameters()})
+    for name, wanted in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], wanted, msg=name)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+def test_gradients_are_retained_on_hidden_states(plain, saved, images):
+    backbone = hf.VecaBackbone.from_pretrained(saved, out_indices=[1, 3])
+    classifier = hf.VecaForImageClassification.from_pretrained(saved, num_labels=3)
+    for model in (hf.VecaModel.from_veca(plain), backbone, classifier):
+        out = model(images, output_hidden_states=True)
+        for state in out.hidden_states:
+            state.retain_grad()
+        last = out.feature_maps[-1] if model is backbone else out[0]
+        last.flatten()[0].backward()
+        assert all(state.grad is not None for state in out.hidden_states)
+        assert all(state.grad.abs().sum() > 0 for state in out.hidden_states)
+
+
+def test_the_parts_that_transformers_asks_for(plain, saved, tmp_path):
+    classifier = hf.VecaForImageClassification.from_pretrained(saved, num_labels=3, cores=5)
+    bare = classifier.base_model
+    assert type(bare) is hf.VecaModel and bare.veca is classifier.veca and bare.config.cores == 5
+    bare.save_pretrained(tmp_path / "bare")
+    assert same(veca.load(tmp_path / "bare"), plain)
+    layer = torch.nn.Conv2d(3, 64, 16, 16)
+    classifier.set_input_embeddings(layer)
+    assert classifier.get_input_embeddings() is layer
 
 
 def test_fresh_weights_start_as_published():
@@ -461,7 +514,7 @@ def test_options_that_are_done_anyway_or_by_the_call(photo):
 
     narrow = np.asarray(photo.resize((32, 3)))  # [3, 32, 3]: either side could be the colours
     found = processor(narrow, fit="pad", input_data_format="channels_last").pixel_values
-    assert torch.equal(found, veca.preprocess(narrow, fit="pad").pixels)
+    assert torch.equal(found, veca.preprocess(narrow, size=None, fit="pad").pixels)
 
 
 def test_the_processor_is_saved_and_found(saved, tmp_path):
@@ -609,6 +662,19 @@ def test_transformers_missing_or_old(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", old)
     with pytest.raises(MissingExtraError, match=r"4\.57\.1"):
         availability.require_transformers()
+
+
+def test_a_transformers_that_wants_torchvision_for_images(monkeypatch):
+    """Versions 5.4 to 5.17, where it is not installed."""
+
+    class Stand(type):
+        def __getattr__(cls, name):
+            raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    library = sys.modules["transformers"]  # it puts another object there than it gave us
+    monkeypatch.setattr(library, "AutoImageProcessor", Stand("AutoImageProcessor", (), {}))
+    with pytest.raises(MissingExtraError, match=r"5\.18"):
+        availability.require_image_processors()
 
 
 def test_registering_twice_changes_nothing():

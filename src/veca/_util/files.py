@@ -1,7 +1,10 @@
-"""Writing that never leaves half a file: the new content replaces the old in one step.
+"""Writing that never leaves half a file, and reading that never waits for one.
 
 Everything is written to a hidden temporary file in the same folder, flushed to the disk, and
 renamed over the target. A crash at any moment leaves the old file, or the new one, whole.
+
+What is read was written by others: a pipe is refused before it is opened, and JSON that is none,
+however it fails, is an error that names the file.
 """
 
 from __future__ import annotations
@@ -10,14 +13,18 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
+import platform
+import re
 import secrets
 import stat
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
-from veca.errors import InputError, OutputError
+from veca.errors import InputError, OutputError, VecaError, shown
 
 _ADVICE = {
     errno.ENOSPC: "free some space or choose another place",
@@ -66,7 +73,11 @@ def to_json(value: object) -> str:
 
     Bytes of a file name that are no UTF-8 are escaped as JSON does it, and read back unharmed.
     """
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return escaped(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def escaped(text: str) -> str:
+    """Text that UTF-8 can hold: half a pair becomes \\uNNNN, as JSON writes it."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -77,6 +88,13 @@ def printable(name: str) -> str:
     except UnicodeEncodeError:  # half a pair, which names on Windows may hold
         text = name.encode("utf-8", "backslashreplace")
     return text.decode("utf-8", "backslashreplace")
+
+
+def one_line(name: str) -> str:
+    """A path or message on one line of a list or a terminal: what breaks or hides it is escaped."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in printable(name)
+    )
 
 
 def place_for(out: str | os.PathLike[str]) -> Path:
@@ -93,7 +111,7 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
     For writers that want a file name; `atomic_write` is simpler for everything else.
     """
     target = _target(path)
-    name = f"{_stem(target)}{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    name = f"{_stem(target)}{os.getpid()}-{_machine()}{secrets.token_hex(4)}.tmp"
     temporary = target.with_name(name)
     with contextlib.ExitStack() as stack:
         with output_errors(path):
@@ -107,6 +125,39 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+_LEFT = re.compile(r"\..*\.(?P<process>\d+)-(?P<machine>[0-9a-f]{8})?[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+def remove_leftovers(paths: Iterable[Path]) -> None:
+    """Remove, among `paths`, the temporary files of processes that were killed.
+
+    Those of processes that run, and those of other machines, stay.
+    """
+    for path in paths:
+        found = _LEFT.fullmatch(path.name)
+        here = found is not None and found["machine"] in (None, _machine())
+        if found is not None and here and not _runs(int(found["process"])):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _machine() -> str:
+    """Eight digits that tell machines apart which share a folder."""
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _runs(process: int) -> bool:
+    if process == os.getpid() or os.name != "posix":  # elsewhere nobody can be asked
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 @contextlib.contextmanager
@@ -153,31 +204,51 @@ def flush_folder(folder: Path) -> None:
             os.close(handle)
 
 
+_held: set[str] = set()
+"""Lock files that this process holds: the system would let it take them twice."""
+
+
 @contextlib.contextmanager
 def exclusive(path: Path, busy: str) -> Iterator[None]:
-    """Hold the lock file `path`, removed at the end; another process that holds it: OutputError.
+    """Hold the lock file `path`, removed at the end; whoever else holds it: OutputError.
 
     The lock goes with the process that took it, however that ends. Where there are no locks
-    (Windows, some network folders) nothing is locked.
+    (Windows, some network folders) other processes are not kept out.
     """
+    name = os.path.realpath(path)
+    if name in _held:
+        raise OutputError(busy)
     with contextlib.ExitStack() as stack:
         with output_errors(path):
             stack.enter_context(folder_to_fill(path.parent))
             file = stack.enter_context(path.open("w"))
-        try:
-            import fcntl
-
-            # Not flock: workers that outlive a killed parent for a moment would still hold it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
-            raise OutputError(busy) from error
-        except (ImportError, OSError):
-            pass
+            while not _lock(file, busy, path):  # its holder removed it just then
+                file.close()
+                file = stack.enter_context(path.open("w"))
+        _held.add(name)
         try:
             yield
         finally:
+            _held.discard(name)
             with contextlib.suppress(OSError):  # an open file stays on Windows
                 path.unlink(missing_ok=True)
+
+
+def _lock(file: IO[Any], busy: str, path: Path) -> bool:
+    """Lock an open file; False if it no longer is the one called `path`."""
+    try:
+        import fcntl
+
+        # Not flock: workers that outlive a killed parent for a moment would still hold it.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise OutputError(busy) from error
+    except (ImportError, OSError):
+        return True
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextlib.contextmanager
@@ -233,3 +304,81 @@ def _is_near(filename: object, path: str | os.PathLike[str]) -> bool:
     ours = actual == wanted or actual.name.startswith(_stem(wanted))
     beside = ours and actual.parent == wanted.parent
     return beside or actual in wanted.parents or wanted in actual.parents
+
+
+# --------------------------------------------------------------------------------------- reading
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """OSError for a pipe, a device or a socket, which to open might wait for ever.
+
+    Ask before anything opens a file by its name.
+    """
+    mode = os.stat(path).st_mode  # noqa: PTH116
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        reason = "a pipe, a device or a socket, where a file was expected"
+        raise OSError(errno.EINVAL, reason, os.fspath(path))
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a file to be read. A pipe or a device, which might wait for ever, is an OSError."""
+    check_regular(path)
+    return path.open("rb")
+
+
+def read_text(path: Path, error: type[VecaError]) -> str:
+    """UTF-8 text; `error` if there is none to be had."""
+    try:
+        check_regular(path)
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as problem:  # ValueError: no UTF-8, or a NUL in the path
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"cannot read {path} ({reason}); fetch or write it again.") from problem
+
+
+def read_json(path: Path, error: type[VecaError]) -> dict[str, Any]:
+    """The JSON object in a file; `error` names the file if there is none."""
+    return parse_json(read_text(path, error), path, error)
+
+
+def parse_json(text: str | bytes, where: object, error: type[VecaError]) -> dict[str, Any]:
+    """The JSON object that is in a text of the file `where`."""
+    try:
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{where} is not valid JSON ({problem}); fetch or write it again.") from problem
+    if not isinstance(value, dict):
+        raise error(f"{where} must hold a JSON object of named fields, got {type(value).__name__}.")
+    return value
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"it holds {text}, which JSON lacks")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return number
+
+
+def check_fields(
+    table: Mapping[str, Any], kinds: Mapping[str, Any], where: object, error: type[VecaError]
+) -> None:
+    """Refuse a table that lacks a field, or holds something else in it than it should.
+
+    Args:
+        kinds: by the field's name, "config.schedule" for one of a table inside, what `isinstance`
+            takes. True and false are no numbers here.
+    """
+    for name, kind in kinds.items():
+        value: Any = table
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise error(f"{where} lacks the field {name!r}.")
+            value = value[part]
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            words = " or ".join(one.__name__ for one in allowed)
+            raise error(f"{where}: {name} must be {words}, got {shown(value)}.")

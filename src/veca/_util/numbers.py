@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from veca.errors import InputError
+import re
+
+from veca.errors import InputError, VecaError
+
+_UNITS = {
+    "": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20,
+    "g": 10**9, "gb": 10**9, "gib": 2**30,
+}  # fmt: skip
 
 
 def parse_numbers(text: str, what: str) -> list[int]:
@@ -16,3 +23,23 @@ def parse_numbers(text: str, what: str) -> list[int]:
             f"{what} must be whole numbers of at least 1, such as 8,32,64; got {text!r}."
         )
     return numbers
+
+
+def parse_bytes(text: int | str, error: type[VecaError] = InputError, *, least: int = 1) -> int:
+    """A number of bytes: 65536, "64MiB", "500 MB", "1g"."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if match is None or match[2].lower() not in _UNITS:
+        raise error(f"{text!r} is no size in bytes; write it like 64MiB, 500MB or 1GiB.")
+    number = int(float(match[1]) * _UNITS[match[2].lower()])
+    if number < least:
+        raise error(f"{text!r} is too few bytes; write a size like 64MiB, 500MB or 1GiB.")
+    return number
+
+
+def gigabytes(number: float) -> str:
+    """12.3 GB, 340 MB, 12 kB: decimal units, as disks and people count."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            value = number / size
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{number:.0f} bytes"

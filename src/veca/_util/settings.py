@@ -1,7 +1,8 @@
 """Settings: TOML files and tables into dataclasses, type-checked, and back into TOML.
 
-A file may build on another: `extends = "base.toml"`, relative to the file that says so. Tables
-merge key by key; lists and single values are replaced. What a run keeps are the merged settings.
+A file may build on another: `extends = "base.toml"`, relative to the file that says so, or the name
+of settings that come with the package. Tables merge key by key; lists and single values are
+replaced. What a run keeps are the merged settings.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import os
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from veca._util.extras import require
-from veca.errors import VecaError, suggest
+from veca._util.files import check_regular
+from veca.errors import VecaError, shown, suggest
 
 T = TypeVar("T")
 Key = tuple[str, ...]
 """Where a value stands: ("optimizer", "lr")."""
 
 EXTENDS = "extends"
+_LARGEST = 2**64 - 1
+"""Of whole numbers: the largest seed that torch takes."""
 
 
 @dataclass
@@ -99,6 +103,8 @@ class SettingsReader:
 
     error: type[VecaError]
     words: Words = field(default_factory=Words)
+    named: Callable[[str], Path | None] = lambda text: None
+    """The file of settings that come with the package and go by a name; None for any path."""
 
     # ---------------------------------------------------------------------------------- files
 
@@ -109,7 +115,8 @@ class SettingsReader:
             where: what it is called in messages; by default its path.
         """
         settings = SettingsTables(where=where or os.fspath(path))
-        self._read(Path(path).expanduser(), settings.where, settings, ())
+        file = self.named(os.fspath(path)) or Path(path).expanduser()
+        self._read(file, settings.where, settings, ())
         return settings
 
     def _read(
@@ -122,8 +129,10 @@ class SettingsReader:
             raise self.error(f"{where}: {EXTENDS} leads back to a file it began with ({chain}).")
         if base is not None:
             if not isinstance(base, str):
-                raise self.error(f"{where}: {EXTENDS} must be text in quotes, got {base!r}.")
+                raise self.error(f"{where}: {EXTENDS} must be text in quotes, got {shown(base)}.")
             file = path.parent / Path(base).expanduser()
+            if not file.is_file():
+                file = self.named(base) or file
             if not file.is_file():
                 raise self.error(f"{where}: {EXTENDS} {base!r}, but there is no file {file}.")
             self._read(file, str(file), settings, (*above, here))
@@ -132,20 +141,21 @@ class SettingsReader:
 
     def _text(self, path: Path) -> str:
         try:
+            check_regular(path)
             return path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise self.error(self.words.no_file.format(path=path)) from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the path
             reason = getattr(error, "strerror", None) or str(error)
             text = self.words.unreadable.format(path=path, error=error, reason=reason)
             raise self.error(text) from error
 
     def parse(self, text: str, where: str) -> dict[str, Any]:
         """The tables of a TOML text; `where` names it in messages."""
-        toml = _toml()
         try:
-            return dict(toml.loads(text))
-        except toml.TOMLDecodeError as error:
+            return dict(_toml().loads(text))
+        # Beside mistakes in TOML: numbers of 10,000 digits, tables in tables without end.
+        except (ValueError, RecursionError) as error:
             raise self.error(f"{where} {self.words.not_toml} ({error}).") from error
 
     # ------------------------------------------------------------------------------ dataclasses
@@ -162,7 +172,7 @@ class SettingsReader:
         label = _label(key)
         if not isinstance(table, Mapping):
             what = label or self.words.whole
-            raise _Wrong(key, f"{what} must be {self.words.table}, got {table!r}.")
+            raise _Wrong(key, f"{what} must be {self.words.table}, got {shown(table)}.")
         hints = typing.get_type_hints(cls)
         fields = {one.name: one for one in dataclasses.fields(cls)}  # type: ignore[arg-type]
         for name in table:
@@ -199,11 +209,11 @@ class SettingsReader:
 
     def _sequence(self, args: tuple[Any, ...], value: Any, key: Key) -> tuple[Any, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise _Wrong(key, f"{_label(key)} must be a list, got {value!r}.")
+            raise _Wrong(key, f"{_label(key)} must be a list, got {shown(value)}.")
         hints = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(hints) != len(value):
             length = self.words.length.format(count=len(hints))
-            raise _Wrong(key, f"{_label(key)} must {length}, got {list(value)!r}.")
+            raise _Wrong(key, f"{_label(key)} must {length}, got {shown(list(value))}.")
         return tuple(
             self._value(hint, item, (*key, str(i)))
             for i, (hint, item) in enumerate(zip(hints, value, strict=True))
@@ -211,7 +221,7 @@ class SettingsReader:
 
     def _mapping(self, args: tuple[Any, ...], value: Any, key: Key) -> dict[Any, Any]:
         if not isinstance(value, Mapping):
-            raise _Wrong(key, f"{_label(key)} must be a table, got {value!r}.")
+            raise _Wrong(key, f"{_label(key)} must be a table, got {shown(value)}.")
         result: dict[Any, Any] = {}
         for name, item in value.items():
             inside = (*key, str(name))
@@ -224,8 +234,12 @@ class SettingsReader:
     def _scalar(self, hint: Any, value: Any, key: Key) -> Any:
         wanted = (int, float) if hint is float else hint
         right = isinstance(value, wanted) and isinstance(value, bool) == (hint is bool)
-        if not right or (hint is float and not math.isfinite(value)):
-            raise _Wrong(key, f"{_label(key)} must be {self.words.kinds[hint]}, got {value!r}.")
+        # The first looks at numbers alone; a whole one may be too large to be a float.
+        right = right and not (isinstance(value, float) and not math.isfinite(value))
+        if not right or (isinstance(value, int) and abs(value) > _LARGEST):
+            raise _Wrong(
+                key, f"{_label(key)} must be {self.words.kinds[hint]}, got {shown(value)}."
+            )
         return float(value) if hint is float else value
 
     # ---------------------------------------------------------------------------------- changes

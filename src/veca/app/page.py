@@ -10,10 +10,10 @@ from PIL import Image
 
 from veca._util.extras import require
 from veca.app.handlers import Changes, Handlers
+from veca.config import DEFAULT_SIZE
 from veca.quickstart import bundled_photos
 
 SIZES = (128, 1024, 64)  # of the slider: from, to, step
-DEFAULT_SIZE = 512
 DEFAULT_CORES = 32
 _KINDS = [("norm-based (as published)", "norm"), ("softmax", "softmax")]
 _THUMBNAIL = 192

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from veca._util.tracing import has_values, transformed
 from veca.attention import fused, reference, sdpa
 from veca.errors import InputError, suggest
-from veca.rope import Rotation, transformed
+from veca.rope import Rotation
 
 BACKENDS = ("auto", "reference", "sdpa", "triton")
 """Who computes attention: the definition, torch, our kernels, or the fastest that fits."""
@@ -24,8 +26,8 @@ def core_attention(
     *,
     core_rotation: Rotation | tuple[Tensor, Tensor] | None = None,
     patch_rotation: Rotation | tuple[Tensor, Tensor] | None = None,
-    multiplicity: Tensor | None = None,
     scale: float | None = None,
+    multiplicity: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Attention in which the first `num_cores` tokens see all tokens and the rest see only them.
@@ -36,18 +38,24 @@ def core_attention(
         core_rotation, patch_rotation: optional rotary tables (cos, sin), each [B or 1, tokens,
             d / 2], applied to q and k here; see `veca.rope`. Give both or neither.
         scale: multiplies the scores; default 1 / sqrt(d).
+        multiplicity: how many patches each patch token stands for, [B or 1, N] or [N] of the
+            N = T - num_cores patch tokens; default 1. To the cores, a token of multiplicity m
+            counts as m equal tokens (log m is added to its score); m need not be whole. Zero
+            marks padding, a token that is not there: no core sees it, its own row is zero and no
+            gradient passes through it, but its q, k and v must be finite. Patch rows see cores
+            only, so nothing else changes. A count has no gradient. Values are checked on a CPU;
+            on a GPU, where that would wait for the device, a negative one gives NaN.
         backend: "auto" takes the fastest that fits; "reference", "sdpa" or "triton" forces one.
 
     Returns:
         [B, H, T, d], in the dtype of `q`.
     """
     core_rotation, patch_rotation = _check(q, k, v, num_cores, core_rotation, patch_rotation)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if multiplicity is not None:
-        run = reference.core_attention if backend == "reference" else sdpa.core_attention
-        return run(q, k, v, num_cores, core_rotation, patch_rotation, scale, multiplicity)
+        multiplicity = _check_multiplicity(multiplicity, q, num_cores)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     run = _choose(q, k, v, num_cores, patch_rotation, backend)
-    return run(q, k, v, num_cores, core_rotation, patch_rotation, scale)
+    return run(q, k, v, num_cores, core_rotation, patch_rotation, scale, multiplicity)
 
 
 class Choice(NamedTuple):
@@ -136,6 +144,40 @@ def _check(
     return core_tables, _check_tables(
         "patch_rotation", patch_rotation, batch, tokens - num_cores, width
     )
+
+
+def _check_multiplicity(multiplicity: Tensor, q: Tensor, num_cores: int) -> Tensor | None:
+    """As [B or 1, N] in float32, or in float64 for such a q; None where there are no patches."""
+    if not isinstance(multiplicity, Tensor):
+        raise InputError(f"multiplicity must be a tensor, got {type(multiplicity).__name__}.")
+    batch, patches = q.shape[0], q.shape[2] - num_cores
+    shape = tuple(multiplicity.shape)
+    if not (
+        shape == (patches,) or (len(shape) == 2 and shape[0] in (1, batch) and shape[1] == patches)
+    ):
+        raise InputError(
+            f"multiplicity must be [1 or {batch}, {patches}], a number for each patch token, "
+            f"got shape {shape}."
+        )
+    if multiplicity.is_complex() or multiplicity.device != q.device:
+        raise InputError(
+            f"multiplicity must be real numbers on {q.device}, where q is, "
+            f"got {multiplicity.dtype} on {multiplicity.device}."
+        )
+    if multiplicity.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            "multiplicity is a count and gets no gradient: pass multiplicity.detach()."
+        )
+    if patches == 0:
+        return None
+    # Reading a number from another device would wait for it.
+    if multiplicity.device.type == "cpu" and multiplicity.numel() and has_values(multiplicity):
+        least, most = (x.item() for x in multiplicity.aminmax())  # both NaN if any is
+        if not 0 <= least <= most < math.inf:
+            bad = least if not least >= 0 else most
+            raise InputError(f"multiplicity must be finite and at least 0, got {bad}.")
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return multiplicity.to(wide).reshape(-1, patches)
 
 
 def _check_tables(

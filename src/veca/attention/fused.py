@@ -65,12 +65,14 @@ def core_attention(
     core_tables: Sequence[Tensor] | None = None,
     patch_tables: Sequence[Tensor] | None = None,
     scale: float | None = None,
+    multiplicity: Tensor | None = None,
 ) -> Tensor:
     """Attention of q, k, v [B, H, T, d] whose first `num_cores` tokens are the cores.
 
     `core_tables` and `patch_tables` are (cos, sin), each [B or 1, tokens, d / 2]; with them q and k
     are rotated on the way in. float32 tables are the safe choice; tables in the dtype of q halve
     what the kernels read of them. Core tables get gradients, patch tables must not need any.
+    `multiplicity` is [B or 1, N] in float32: how many patches each patch token stands for.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -86,7 +88,8 @@ def core_attention(
                     "Detach it or use backend='sdpa'."
                 )
     out: Tensor
-    out, _ = _forward(q, k, v, core_cos, core_sin, patch_cos, patch_sin, num_cores, scale)
+    tables = (core_cos, core_sin, patch_cos, patch_sin)
+    out, _ = _forward(q, k, v, *tables, num_cores, scale, multiplicity)
     return out
 
 
@@ -104,13 +107,15 @@ def _same_shape(tables: Sequence[Tensor] | None) -> tuple[Tensor | None, Tensor 
 # ---------------------------------------------------------------------------------------------
 
 _TABLES = "Tensor? core_cos, Tensor? core_sin, Tensor? patch_cos, Tensor? patch_sin"
+# Last and with a default, so that graphs saved before it existed still load.
+_MULTIPLICITY = "Tensor? multiplicity=None"
 
 
 @torch.library.custom_op(
     "veca::core_attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}, SymInt num_cores, float scale)"
-    " -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_TABLES}, SymInt num_cores, float scale, "
+    f"{_MULTIPLICITY}) -> (Tensor, Tensor)",
 )
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, T, d] and base-2 log-sum-exps [B, H, T] of all rows."""
@@ -126,7 +131,7 @@ def _forward_fake(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     "veca::core_attention_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_TABLES}, SymInt num_cores, float scale, bool table_grad)"
+    f"{_TABLES}, SymInt num_cores, float scale, bool table_grad, {_MULTIPLICITY})"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -136,7 +141,8 @@ def _backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 @_backward.register_fake
 def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    _grad, q, _k, _v, _out, _lse, core_cos, *_, table_grad = args
+    _grad, q, _k, _v, _out, _lse, core_cos = args[:7]
+    table_grad = args[12]
     if table_grad and core_cos is not None:
         shape, dtype = core_cos.shape, core_cos.dtype
     else:
@@ -146,23 +152,23 @@ def _backward_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, num_cores, scale = inputs
+    *tensors, num_cores, scale, multiplicity = inputs
     out, lse = output
-    ctx.save_for_backward(*tensors, out, lse)
+    ctx.save_for_backward(*tensors, out, lse, multiplicity)
     ctx.mark_non_differentiable(lse)
     ctx.num_cores = num_cores
     ctx.scale = scale
 
 
 def _autograd_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, core_cos, core_sin, patch_cos, patch_sin, out, lse = ctx.saved_tensors
+    q, k, v, core_cos, core_sin, patch_cos, patch_sin, out, lse, multiplicity = ctx.saved_tensors
     table_grad = core_cos is not None and any(ctx.needs_input_grad[3:5])
     tables = (core_cos, core_sin, patch_cos, patch_sin)
-    args = (*tables, ctx.num_cores, ctx.scale, table_grad)
+    args = (*tables, ctx.num_cores, ctx.scale, table_grad, multiplicity)
     dq, dk, dv, dcos, dsin = _backward(grad, q, k, v, out, lse, *args)
     if not table_grad:
-        return dq, dk, dv, None, None, None, None, None, None
-    return dq, dk, dv, dcos, dsin, None, None, None, None
+        return dq, dk, dv, *[None] * 7
+    return dq, dk, dv, dcos, dsin, *[None] * 5
 
 
 _forward.register_autograd(_autograd_backward, setup_context=_setup_context)

@@ -19,6 +19,11 @@ where it is part of a fused multiply-add and costs nothing (hence scale > 0). Ma
 log-sum-exps are in base 2 throughout: a change of base would round them twice more, and the
 backward subtracts them from scores of the same size. Offsets that grow with the batch or the
 sequence are 64-bit, offsets inside a tile 32-bit.
+
+Multiplicity. Where it is given, log2 of a patch's multiplicity is added to its scores in the core
+rows. Zero is padding: its log2, -inf, hides the patch from the cores, its own row is zero, and the
+log-sum-exp of that row is +inf, which makes every probability of it zero in the backward. Where it
+is None, Triton drops the argument, and the machine code is as if it did not exist.
 """
 
 import triton
@@ -85,6 +90,12 @@ def _dot_add(a, b, acc, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _load_log2(multiplicity, keep):
+    """log2 of the multiplicities at the pointer; -inf where `keep` drops them."""
+    return _log2(tl.load(multiplicity + tl.arange(0, keep.shape[0]), mask=keep, other=0.0))
 
 
 @triton.jit
@@ -169,7 +180,7 @@ def _softmax_step(scores, value, m, norm, acc, scale_log2, PRECISION: tl.constex
 
 @triton.jit
 def _forward_tile(
-    start, left, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
+    start, left, q, k, v, out, lse, cos, sin, multiplicity, q_t, k_t, v_t, o_t, tab_t,
     q_c, k_c, v_c, is_core, m, norm, acc, scale_log2,
     D: tl.constexpr, BLOCK_N: tl.constexpr, ROTATE: tl.constexpr, PAD_CORES: tl.constexpr,
     MASKED: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
@@ -183,6 +194,8 @@ def _forward_tile(
     if CORE_ROWS:
         x_k = _load_rows(k + at * k_t, k_t, keep, D, MASKED)
         x_v = _load_rows(v + at * v_t, v_t, keep, D, MASKED)
+    if multiplicity is not None:
+        log2_m = _load_log2(multiplicity + at, keep)
     if ROTATE:
         c, s = _load_tables(cos + at * tab_t, sin + at * tab_t, tab_t, keep, D, MASKED)
         if PATCH_ROWS:
@@ -197,6 +210,8 @@ def _forward_tile(
         m_t = tl.max(scores, 1) * scale_log2
         p = tl.exp2(scores * scale_log2 - m_t[:, None])
         norm_t = tl.sum(p, 1)
+        if multiplicity is not None:  # the row of padding: zero, and +inf
+            norm_t = tl.where(log2_m == float("-inf"), float("inf"), norm_t)
         x_o = _dot(p.to(v_c.dtype), v_c, PRECISION) * (1.0 / norm_t)[:, None]
         _store_rows(out + at * o_t, o_t, x_o, keep, MASKED)
         lse_rows = lse + at + tl.arange(0, BLOCK_N)
@@ -210,15 +225,19 @@ def _forward_tile(
     # takes 70 registers off a fused program.
     if CORE_ROWS:
         scores = _dot(q_c, tl.trans(x_k), PRECISION)
-        if MASKED:
-            scores = tl.where(keep[None, :], scores, float("-inf"))
-        m, norm, acc = _softmax_step(scores, x_v, m, norm, acc, scale_log2, PRECISION)
+        if multiplicity is not None:  # which also hides what is past the end
+            scores = scores * scale_log2 + log2_m[None, :]
+            m, norm, acc = _softmax_step(scores, x_v, m, norm, acc, 1.0, PRECISION)
+        else:
+            if MASKED:
+                scores = tl.where(keep[None, :], scores, float("-inf"))
+            m, norm, acc = _softmax_step(scores, x_v, m, norm, acc, scale_log2, PRECISION)
     return m, norm, acc
 
 
 @triton.jit
 def _forward_span(
-    first, last, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
+    first, last, q, k, v, out, lse, cos, sin, multiplicity, q_t, k_t, v_t, o_t, tab_t,
     q_c, k_c, v_c, is_core, m, norm, acc, scale_log2,
     D: tl.constexpr, BLOCK_N: tl.constexpr, ROTATE: tl.constexpr, PAD_CORES: tl.constexpr,
     PAD_PATCHES: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
@@ -236,14 +255,16 @@ def _forward_span(
         whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
         m, norm, acc = _forward_tile(
-            start, last - start, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
+            start, last - start, q, k, v, out, lse, cos, sin, multiplicity,
+            q_t, k_t, v_t, o_t, tab_t,
             q_c, k_c, v_c, is_core, m, norm, acc, scale_log2,
             D, BLOCK_N, ROTATE, PAD_CORES, MASKED, PATCH_ROWS, CORE_ROWS, PRECISION,
         )  # fmt: skip
     if PEEL:  # noqa: SIM102 (one is a constant, the other is not)
         if whole < last:
             m, norm, acc = _forward_tile(
-                whole, last - whole, q, k, v, out, lse, cos, sin, q_t, k_t, v_t, o_t, tab_t,
+                whole, last - whole, q, k, v, out, lse, cos, sin, multiplicity,
+                q_t, k_t, v_t, o_t, tab_t,
                 q_c, k_c, v_c, is_core, m, norm, acc, scale_log2,
                 D, BLOCK_N, ROTATE, PAD_CORES, True, PATCH_ROWS, CORE_ROWS, PRECISION,
             )  # fmt: skip
@@ -269,16 +290,32 @@ def _finish_rows(m, norm, acc, out, lse, o_t, keep):
     tl.store(lse + tl.arange(0, keep.shape[0]), m + _log2(norm), mask=keep)
 
 
+@triton.jit
+def _no_maximum(multiplicity, ROWS: tl.constexpr):
+    """The maximum of rows that have seen nothing yet.
+
+    A row that goes on to see padding only must not subtract -inf from -inf: with multiplicity, the
+    least finite number there is, against which any score that counts is large.
+    """
+    if multiplicity is not None:
+        m = tl.full([ROWS], -3.4028234e38, tl.float32)
+    else:
+        m = tl.full([ROWS], float("-inf"), tl.float32)
+    return m
+
+
 # Sizes that change from call to call: compiling anew for "divisible by 16" would gain nothing.
-_SIZES = ("heads", "num_cores", "num_patches", "splits", "span", "core_programs")
+_SIZES = (
+    "heads", "num_cores", "num_patches", "splits", "span", "core_programs", "multiplicity_b",
+)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def forward_kernel(
-    q, k, v, out, lse, core_cos, core_sin, patch_cos, patch_sin,
+    q, k, v, out, lse, core_cos, core_sin, patch_cos, patch_sin, multiplicity,
     partial_acc, partial_max, partial_sum,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t,
-    core_tab_b, core_tab_t, patch_tab_b, patch_tab_t,
+    core_tab_b, core_tab_t, patch_tab_b, patch_tab_t, multiplicity_b,
     heads, num_cores, num_patches, splits, span, core_programs,
     scale_log2,
     D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -314,7 +351,9 @@ def forward_kernel(
     first = split * span
     last = tl.minimum(first + span, num_patches)
 
-    m = tl.full([BLOCK_C], float("-inf"), tl.float32)
+    if multiplicity is not None:
+        multiplicity += b * multiplicity_b
+    m = _no_maximum(multiplicity, BLOCK_C)
     norm = tl.zeros([BLOCK_C], tl.float32)
     acc = tl.zeros([BLOCK_C, D], tl.float32)
     if FUSED or core_role:
@@ -340,7 +379,7 @@ def forward_kernel(
             k_r = q_c
             v_r = q_c
         m, norm, acc = _forward_span(
-            first, last, q_p, k_p, v_p, out_p, lse_p, patch_cos, patch_sin,
+            first, last, q_p, k_p, v_p, out_p, lse_p, patch_cos, patch_sin, multiplicity,
             q_t, k_t, v_t, o_t, patch_tab_t, q_c, k_r, v_r, is_core, m, norm, acc, scale_log2,
             D, BLOCK_N, ROTATE_PATCHES, PAD_CORES, PAD_PATCHES, FUSED, True, PRECISION,
         )  # fmt: skip
@@ -357,7 +396,7 @@ def forward_kernel(
         )
         v_c = _load_rows(v, v_t, is_core, D, PAD_CORES)
         _forward_span(
-            first, last, q_p, k_p, v_p, out_p, lse_p, patch_cos, patch_sin,
+            first, last, q_p, k_p, v_p, out_p, lse_p, patch_cos, patch_sin, multiplicity,
             q_t, k_t, v_t, o_t, patch_tab_t, k_c, k_c, v_c, is_core, m, norm, acc, scale_log2,
             D, BLOCK_N, ROTATE_PATCHES, PAD_CORES, PAD_PATCHES, True, False, PRECISION,
         )  # fmt: skip
@@ -411,7 +450,8 @@ def merge_forward_kernel(
 
 @triton.jit
 def _backward_tile(
-    start, left, q, k, v, do, dq, dk, dv, lse, cos, sin, q_t, k_t, v_t, do_t, g_t, tab_t,
+    start, left, q, k, v, do, dq, dk, dv, lse, cos, sin, multiplicity,
+    q_t, k_t, v_t, do_t, g_t, tab_t,
     q_c, k_c, v_c, do_c, lse_c, delta_c, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
     D: tl.constexpr, BLOCK_N: tl.constexpr, ROTATE: tl.constexpr, PAD_CORES: tl.constexpr,
     MASKED: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
@@ -431,6 +471,8 @@ def _backward_tile(
     if CORE_ROWS:
         x_k = _load_rows(k + at * k_t, k_t, keep, D, MASKED)
         x_v = _load_rows(v + at * v_t, v_t, keep, D, MASKED)
+        if multiplicity is not None:
+            log2_m = _load_log2(multiplicity + at, keep)
     if ROTATE:
         c, s = _load_tables(cos + at * tab_t, sin + at * tab_t, tab_t, keep, D, MASKED)
         if PATCH_ROWS:
@@ -456,9 +498,12 @@ def _backward_tile(
     if CORE_ROWS:
         if q_c.shape[0] >= 64:
             p = _dot(q_c, tl.trans(x_k), PRECISION)
-            p = tl.exp2(p * scale_log2 - lse_c[:, None])
-            if MASKED:
-                p = tl.where(keep[None, :], p, 0.0)
+            if multiplicity is not None:
+                p = tl.exp2((p * scale_log2 + log2_m[None, :]) - lse_c[:, None])
+            else:
+                p = tl.exp2(p * scale_log2 - lse_c[:, None])
+                if MASKED:
+                    p = tl.where(keep[None, :], p, 0.0)
             g = _dot(tl.trans(p.to(dtype)), do_c, PRECISION)
             _store_rows(dv + at * g_t, g_t, g, keep, MASKED)
             dp = _dot(do_c, tl.trans(x_v), PRECISION)
@@ -467,9 +512,12 @@ def _backward_tile(
             g = _dot(tl.trans(ds), q_c, PRECISION)
         else:
             p = _dot(x_k, tl.trans(q_c), PRECISION)
-            p = tl.exp2(p * scale_log2 - lse_c[None, :])
-            if MASKED:
-                p = tl.where(keep[:, None], p, 0.0)
+            if multiplicity is not None:
+                p = tl.exp2((p * scale_log2 + log2_m[:, None]) - lse_c[None, :])
+            else:
+                p = tl.exp2(p * scale_log2 - lse_c[None, :])
+                if MASKED:
+                    p = tl.where(keep[:, None], p, 0.0)
             g = _dot(p.to(dtype), do_c, PRECISION)
             _store_rows(dv + at * g_t, g_t, g, keep, MASKED)
             dp = _dot(x_v, tl.trans(do_c), PRECISION)
@@ -484,7 +532,8 @@ def _backward_tile(
 
 @triton.jit
 def _backward_span(
-    first, last, q, k, v, do, dq, dk, dv, lse, cos, sin, q_t, k_t, v_t, do_t, g_t, tab_t,
+    first, last, q, k, v, do, dq, dk, dv, lse, cos, sin, multiplicity,
+    q_t, k_t, v_t, do_t, g_t, tab_t,
     q_c, k_c, v_c, do_c, lse_c, delta_c, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
     D: tl.constexpr, BLOCK_N: tl.constexpr, ROTATE: tl.constexpr, PAD_CORES: tl.constexpr,
     PAD_PATCHES: tl.constexpr, PATCH_ROWS: tl.constexpr, CORE_ROWS: tl.constexpr,
@@ -497,7 +546,7 @@ def _backward_span(
         whole = first + (last - first) // BLOCK_N * BLOCK_N
     for start in range(first, whole, BLOCK_N):
         dq_c, dk_c, dv_c = _backward_tile(
-            start, last - start, q, k, v, do, dq, dk, dv, lse, cos, sin,
+            start, last - start, q, k, v, do, dq, dk, dv, lse, cos, sin, multiplicity,
             q_t, k_t, v_t, do_t, g_t, tab_t,
             q_c, k_c, v_c, do_c, lse_c, delta_c, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
             D, BLOCK_N, ROTATE, PAD_CORES, MASKED, PATCH_ROWS, CORE_ROWS, PRECISION,
@@ -505,7 +554,7 @@ def _backward_span(
     if PEEL:  # noqa: SIM102
         if whole < last:
             dq_c, dk_c, dv_c = _backward_tile(
-                whole, last - whole, q, k, v, do, dq, dk, dv, lse, cos, sin,
+                whole, last - whole, q, k, v, do, dq, dk, dv, lse, cos, sin, multiplicity,
                 q_t, k_t, v_t, do_t, g_t, tab_t,
                 q_c, k_c, v_c, do_c, lse_c, delta_c, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
                 D, BLOCK_N, ROTATE, PAD_CORES, True, PATCH_ROWS, CORE_ROWS, PRECISION,
@@ -580,10 +629,10 @@ def _finish_gradient(
 
 @triton.jit(do_not_specialize=(*_SIZES, "table_half"))
 def backward_kernel(
-    q, k, v, out, do, lse, dq, dk, dv, core_cos, core_sin, patch_cos, patch_sin,
+    q, k, v, out, do, lse, dq, dk, dv, core_cos, core_sin, patch_cos, patch_sin, multiplicity,
     partial_dq, partial_dk, partial_dv, table_grad_q, table_grad_k,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, do_b, do_h, do_t, g_b, g_h, g_t,
-    core_tab_b, core_tab_t, patch_tab_b, patch_tab_t, table_half,
+    core_tab_b, core_tab_t, patch_tab_b, patch_tab_t, table_half, multiplicity_b,
     heads, num_cores, num_patches, splits, span, core_programs,
     scale, scale_log2,
     D: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -626,6 +675,8 @@ def backward_kernel(
     first = split * span
     last = tl.minimum(first + span, num_patches)
 
+    if multiplicity is not None:
+        multiplicity += b * multiplicity_b
     dq_c = tl.zeros([BLOCK_C, D], tl.float32)
     dk_c = tl.zeros([BLOCK_C, D], tl.float32)
     dv_c = tl.zeros([BLOCK_C, D], tl.float32)
@@ -649,7 +700,8 @@ def backward_kernel(
                 is_core, scale, scale_log2, D, ROTATE_CORES, PAD_CORES, FUSED, True, PRECISION,
             )  # fmt: skip
         dq_c, dk_c, dv_c = _backward_span(
-            first, last, q_p, k_p, v_p, do_p, dq_p, dk_p, dv_p, lse_p, patch_cos, patch_sin,
+            first, last, q_p, k_p, v_p, do_p, dq_p, dk_p, dv_p, lse_p,
+            patch_cos, patch_sin, multiplicity,
             q_t, k_t, v_t, do_t, g_t, patch_tab_t,
             q_c, k_c, v_c, do_c, lse_c, delta_c, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
             D, BLOCK_N, ROTATE_PATCHES, PAD_CORES, PAD_PATCHES, FUSED, True, PRECISION,
@@ -666,7 +718,8 @@ def backward_kernel(
             )  # fmt: skip
         nothing = tl.zeros([BLOCK_C], tl.float32)
         dq_c, dk_c, dv_c = _backward_span(
-            first, last, q_p, k_p, v_p, do_p, dq_p, dk_p, dv_p, lse_p, patch_cos, patch_sin,
+            first, last, q_p, k_p, v_p, do_p, dq_p, dk_p, dv_p, lse_p,
+            patch_cos, patch_sin, multiplicity,
             q_t, k_t, v_t, do_t, g_t, patch_tab_t,
             k_c, k_c, v_c, v_c, nothing, nothing, is_core, dq_c, dk_c, dv_c, scale, scale_log2,
             D, BLOCK_N, ROTATE_PATCHES, PAD_CORES, PAD_PATCHES, True, False, PRECISION,
@@ -746,7 +799,8 @@ def merge_backward_kernel(
 #
 # Core rows see all tokens, patch rows see the cores, and the keys of a row are always a prefix of
 # the sequence, so each kernel below is launched twice, once for the cores and once for the patches.
-# The rotary tables of all tokens come as one [B or 1, T, d/2] pair.
+# The rotary tables of all tokens come as one [B or 1, T, d/2] pair, multiplicity as [B or 1, T]
+# with ones for the cores.
 # ---------------------------------------------------------------------------------------------
 
 
@@ -767,13 +821,14 @@ def _load_tokens(
 
 _TILED_SIZES = (
     "heads", "tokens", "row_first", "row_end", "key_first", "key_end", "blocks", "splits", "span",
+    "multiplicity_b",
 )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_TILED_SIZES)
 def tiled_forward_kernel(
-    q, k, v, out, lse, cos, sin, partial_acc, partial_max, partial_sum,
-    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, tab_b, tab_t,
+    q, k, v, out, lse, cos, sin, multiplicity, partial_acc, partial_max, partial_sum,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, o_b, o_h, o_t, tab_b, tab_t, multiplicity_b,
     heads, tokens, row_first, row_end, key_end, blocks, splits, span, scale_log2,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATE: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -789,8 +844,10 @@ def tiled_forward_kernel(
     v += b * v_b + h * v_h
     cos += b * tab_b
     sin += b * tab_b
+    if multiplicity is not None:
+        multiplicity += b * multiplicity_b
     q_r = _load_tokens(q, cos, sin, first, row_end, q_t, tab_t, BLOCK_R, D, ROTATE)
-    m = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    m = _no_maximum(multiplicity, BLOCK_R)
     norm = tl.zeros([BLOCK_R], tl.float32)
     acc = tl.zeros([BLOCK_R, D], tl.float32)
     end = tl.minimum(split * span + span, key_end)
@@ -799,9 +856,16 @@ def tiled_forward_kernel(
         v_k = _load_tokens(v, cos, sin, start, end, v_t, tab_t, BLOCK_K, D, False)
         scores = _dot(q_r, tl.trans(k_k), PRECISION)
         here = start + tl.arange(0, BLOCK_K) < end
-        scores = tl.where(here[None, :], scores, float("-inf"))
-        m, norm, acc = _softmax_step(scores, v_k, m, norm, acc, scale_log2, PRECISION)
+        if multiplicity is not None:
+            scores = scores * scale_log2 + _load_log2(multiplicity + start, here)[None, :]
+            m, norm, acc = _softmax_step(scores, v_k, m, norm, acc, 1.0, PRECISION)
+        else:
+            scores = tl.where(here[None, :], scores, float("-inf"))
+            m, norm, acc = _softmax_step(scores, v_k, m, norm, acc, scale_log2, PRECISION)
     keep = first + tl.arange(0, BLOCK_R) < row_end
+    if multiplicity is not None:
+        padding = _load_log2(multiplicity + first, keep) == float("-inf")
+        norm = tl.where(padding, float("inf"), norm)
     if MERGE:
         rows = pid.to(tl.int64) * BLOCK_R
         _store_rows(partial_acc + rows * D, D, acc, keep, False)
@@ -840,13 +904,19 @@ def _load_statistics(lse, delta, first, end, ROWS: tl.constexpr):
 
 @triton.jit
 def _tiled_gradient(
-    q_r, k_k, v_k, do_r, lse_r, delta_r, here, scale, scale_log2, PRECISION: tl.constexpr
-):
-    """Probabilities and score gradients of a block of rows and keys, in the input dtype."""
+    q_r, k_k, v_k, do_r, lse_r, delta_r, multiplicity, first, here, scale, scale_log2,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Probabilities and score gradients of a block of rows and of the keys from `first` on, in the
+    input dtype."""
     p = _dot(q_r, tl.trans(k_k), PRECISION)
-    p = tl.exp2(p * scale_log2 - lse_r[:, None])
-    # A key past the end has score zero: exp2(-lse) may overflow, and inf * 0 is NaN.
-    p = tl.where(here[None, :], p, 0.0)
+    if multiplicity is not None:
+        log2_m = _load_log2(multiplicity + first, here)
+        p = tl.exp2((p * scale_log2 + log2_m[None, :]) - lse_r[:, None])
+    else:
+        p = tl.exp2(p * scale_log2 - lse_r[:, None])
+        # A key past the end has score zero: exp2(-lse) may overflow, and inf * 0 is NaN.
+        p = tl.where(here[None, :], p, 0.0)
     dp = _dot(do_r, tl.trans(v_k), PRECISION)
     ds = p * (dp * scale - delta_r[:, None])
     return p.to(q_r.dtype), ds.to(q_r.dtype)
@@ -854,8 +924,9 @@ def _tiled_gradient(
 
 @triton.jit(do_not_specialize=_TILED_SIZES)
 def tiled_query_gradient_kernel(
-    q, k, v, do, lse, delta, dq, cos, sin, partial_dq,
+    q, k, v, do, lse, delta, dq, cos, sin, multiplicity, partial_dq,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, g_b, g_h, g_t, tab_b, tab_t,
+    multiplicity_b,
     heads, tokens, row_first, row_end, key_end, blocks, splits, span, scale, scale_log2,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATE: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -875,6 +946,8 @@ def tiled_query_gradient_kernel(
     sin += b * tab_b
     lse += sequence.to(tl.int64) * tokens
     delta += sequence.to(tl.int64) * tokens
+    if multiplicity is not None:
+        multiplicity += b * multiplicity_b
     q_r = _load_tokens(q, cos, sin, first, row_end, q_t, tab_t, BLOCK_R, D, ROTATE)
     do_r = _load_tokens(do, cos, sin, first, row_end, do_t, tab_t, BLOCK_R, D, False)
     lse_r, delta_r = _load_statistics(lse, delta, first, row_end, BLOCK_R)
@@ -885,8 +958,9 @@ def tiled_query_gradient_kernel(
         v_k = _load_tokens(v, cos, sin, start, end, v_t, tab_t, BLOCK_K, D, False)
         here = start + tl.arange(0, BLOCK_K) < end
         _, ds = _tiled_gradient(
-            q_r, k_k, v_k, do_r, lse_r, delta_r, here, scale, scale_log2, PRECISION
-        )
+            q_r, k_k, v_k, do_r, lse_r, delta_r, multiplicity, start, here, scale, scale_log2,
+            PRECISION,
+        )  # fmt: skip
         g = _dot_add(ds, k_k, g, PRECISION)
     keep = first + tl.arange(0, BLOCK_R) < row_end
     at = tl.cast(first, tl.int64)
@@ -901,8 +975,9 @@ def tiled_query_gradient_kernel(
 
 @triton.jit(do_not_specialize=_TILED_SIZES)
 def tiled_key_gradient_kernel(
-    q, k, v, do, lse, delta, dk, dv, cos, sin, partial_dk, partial_dv,
+    q, k, v, do, lse, delta, dk, dv, cos, sin, multiplicity, partial_dk, partial_dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, g_b, g_h, g_t, tab_b, tab_t,
+    multiplicity_b,
     heads, tokens, key_first, key_end, row_end, blocks, splits, span, scale, scale_log2,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     ROTATE: tl.constexpr, MERGE: tl.constexpr, PRECISION: tl.constexpr,
@@ -922,6 +997,8 @@ def tiled_key_gradient_kernel(
     sin += b * tab_b
     lse += sequence.to(tl.int64) * tokens
     delta += sequence.to(tl.int64) * tokens
+    if multiplicity is not None:
+        multiplicity += b * multiplicity_b
     k_k = _load_tokens(k, cos, sin, first, key_end, k_t, tab_t, BLOCK_K, D, ROTATE)
     v_k = _load_tokens(v, cos, sin, first, key_end, v_t, tab_t, BLOCK_K, D, False)
     keep = first + tl.arange(0, BLOCK_K) < key_end
@@ -933,8 +1010,9 @@ def tiled_key_gradient_kernel(
         do_r = _load_tokens(do, cos, sin, start, end, do_t, tab_t, BLOCK_R, D, False)
         lse_r, delta_r = _load_statistics(lse, delta, start, end, BLOCK_R)
         p, ds = _tiled_gradient(
-            q_r, k_k, v_k, do_r, lse_r, delta_r, keep, scale, scale_log2, PRECISION
-        )
+            q_r, k_k, v_k, do_r, lse_r, delta_r, multiplicity, first, keep, scale, scale_log2,
+            PRECISION,
+        )  # fmt: skip
         dk_k = _dot_add(tl.trans(ds), q_r, dk_k, PRECISION)
         dv_k = _dot_add(tl.trans(p), do_r, dv_k, PRECISION)
     at = tl.cast(first, tl.int64)

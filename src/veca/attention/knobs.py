@@ -27,52 +27,95 @@ class Launch:
 
 
 # (pass, bytes of an element, head width, bytes of a table's element or 0 without rotation). Where
-# several are given, `cheapest` picks by how evenly they fill the chip. The remarks are what Triton
-# 3.6 and its ptxas report for sm_90 and 64 cores: registers a thread, KB of shared memory a
-# program. An H200 multiprocessor has 512 registers for each of 128 threads, and 228 KB (1 a program
-# lost).
-KNOBS: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
-    ("forward", 2, 32, 0): (Launch(64, stages=3, per_sm=5, registers=96),),  # 28 KB
-    ("forward", 2, 32, 2): (Launch(64, stages=3, per_sm=4, registers=128),),
-    ("forward", 2, 32, 4): (Launch(64, stages=3, per_sm=4, registers=128),),  # 44 KB
+# several are given, `cheapest` picks by how evenly they fill the chip. The first choice everywhere
+# is what does not spill: `python -m benchmarks kernels` compiles all of it, and its results file
+# has registers and shared memory of each. An H200 multiprocessor has 512 registers for each of 128
+# threads, and 228 KB (1 a program lost).
+HOPPER: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
+    ("forward", 2, 32, 0): (Launch(64, stages=3, per_sm=4, registers=128),),
+    ("forward", 2, 32, 2): (Launch(32, stages=4, per_sm=4, registers=128),),
+    ("forward", 2, 32, 4): (Launch(32, stages=4, per_sm=4, registers=128),),
     ("forward", 2, 64, 0): (
-        Launch(64, stages=3, per_sm=4, registers=128),  # 124 registers, 56 KB
-        Launch(64, stages=4, per_sm=3),  # 72 KB
+        Launch(32, stages=4, per_sm=4, registers=128),
+        Launch(64, stages=4, per_sm=2),
     ),
-    ("forward", 2, 64, 2): (Launch(64, stages=3, per_sm=4),),
-    ("forward", 2, 64, 4): (Launch(64, stages=2, per_sm=4, registers=128),),  # 129 uncapped, 56 KB
-    ("forward", 2, 128, 0): (Launch(64, stages=3, per_sm=2),),  # 168 registers, 112 KB
+    ("forward", 2, 64, 2): (Launch(32, stages=3, per_sm=4, registers=128),),
+    ("forward", 2, 64, 4): (Launch(32, stages=3, per_sm=4, registers=128),),
+    ("forward", 2, 128, 0): (Launch(64, stages=3, per_sm=2),),
     ("forward", 2, 128, 2): (Launch(64, stages=2, per_sm=2),),
-    ("forward", 2, 128, 4): (Launch(64, stages=2, per_sm=2),),  # 220 registers, 112 KB
+    ("forward", 2, 128, 4): (Launch(64, stages=2, per_sm=2),),
     ("forward", 4, 32, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
     ("forward", 4, 32, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("forward", 4, 64, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("forward", 4, 64, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("backward", 2, 32, 0): (Launch(64, stages=3, per_sm=3, registers=168),),  # 145, 41 KB
+    ("backward", 2, 32, 0): (Launch(64, stages=3, per_sm=2),),
     ("backward", 2, 32, 2): (Launch(64, stages=3, per_sm=2),),
-    ("backward", 2, 32, 4): (Launch(64, stages=3, per_sm=2),),  # 190 registers, 60 KB
-    ("backward", 2, 64, 0): (Launch(64, stages=3, per_sm=2),),  # 207 registers, 73 KB
-    ("backward", 2, 64, 2): (Launch(64, stages=3, per_sm=2),),
-    ("backward", 2, 64, 4): (Launch(64, stages=3, per_sm=2),),  # 252 registers, 112 KB
-    ("backward", 2, 128, 0): (Launch(64, warps=8, stages=2, per_sm=1),),  # 239 registers, 113 KB
-    ("backward", 2, 128, 2): (Launch(64, warps=8, stages=2, per_sm=1),),
-    ("backward", 2, 128, 4): (Launch(64, warps=8, stages=2, per_sm=1),),  # 255 registers, 160 KB
-    ("backward", 4, 32, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("backward", 4, 32, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("backward", 4, 64, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("backward", 4, 64, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
+    ("backward", 2, 32, 4): (Launch(64, stages=3, per_sm=2),),
+    ("backward", 2, 64, 0): (Launch(64, stages=3, per_sm=2),),
+    ("backward", 2, 64, 2): (Launch(32, stages=3, per_sm=2),),
+    ("backward", 2, 64, 4): (Launch(32, stages=3, per_sm=2),),
+    ("backward", 2, 128, 0): (Launch(32, warps=8, stages=2, per_sm=1),),
+    ("backward", 2, 128, 2): (Launch(32, warps=8, stages=2, per_sm=1),),
+    ("backward", 2, 128, 4): (Launch(32, warps=8, stages=2, per_sm=1),),
 }
 
-# More cores than stay resident, and whatever has no line above (float32 of width 128, whose cores
-# alone overflow the chip). `block` is the side of a square tile of scores.
+# (pass, bytes of an element, head width). Data-centre Blackwell keeps accumulators in a memory of
+# their own; what is resident leaves its registers to the rest.
+BLACKWELL: dict[tuple[str, int, int], Launch] = {
+    ("forward", 2, 32): Launch(64, stages=2),
+    ("forward", 2, 64): Launch(64, stages=2),
+    ("forward", 2, 128): Launch(64, stages=1, per_sm=2),
+    ("forward", 4, 32): Launch(32, warps=8, stages=1, per_sm=1),
+    ("backward", 2, 32): Launch(32, stages=2, per_sm=2),
+    ("backward", 2, 64): Launch(32, stages=2, per_sm=2),
+    ("backward", 2, 128): Launch(32, warps=8, stages=1, per_sm=1),
+}
+
+# Elsewhere the tensor cores read their operands from registers, where every warp would hold all
+# cores: too many of them for a backward pass or for wide heads.
+AMPERE: dict[tuple[str, int, int], Launch] = {
+    ("forward", 2, 32): Launch(64, stages=2),
+    ("forward", 2, 64): Launch(64, stages=2, per_sm=2),
+    ("forward", 4, 32): Launch(32, warps=8, stages=1, per_sm=1),
+}
+
+# More cores than stay resident, and whatever has no line above (most of float32, whose cores alone
+# overflow the chip). `block` is the side of a square tile of scores.
 TILED: dict[tuple[int, int], Launch] = {
     (2, 32): Launch(64, stages=1, per_sm=3),
     (2, 64): Launch(64, stages=1, per_sm=2),
-    (2, 128): Launch(64, warps=8, stages=2, per_sm=1),
-    (4, 32): Launch(32, stages=1, per_sm=2),
-    (4, 64): Launch(32, stages=1, per_sm=2),
-    (4, 128): Launch(32, warps=8, stages=1, per_sm=1),
+    (2, 128): Launch(64, warps=8, stages=1, per_sm=1),
+    (4, 32): Launch(32, warps=8, stages=1, per_sm=2),
+    (4, 64): Launch(32, warps=8, stages=1, per_sm=1),
+    (4, 128): Launch(16, warps=8, stages=1, per_sm=1),
 }
+AMPERE_TILED: dict[tuple[int, int], Launch] = {(2, 64): Launch(32, stages=1, per_sm=3)}
+"""Where that differs."""
+
+
+def resident(
+    name: str, size: int, width: int, tables: int, capability: tuple[int, int]
+) -> tuple[Launch, ...]:
+    """Launches of the pass `name` that keep the cores on the chip; none where they do not fit.
+
+    Args:
+        size, tables: bytes of an element of q, and of a rotary table's, 0 without rotation.
+        capability: of the GPU; (0, 0) is the interpreter, where everything fits.
+    """
+    major = capability[0]
+    if major == 9:
+        lines = HOPPER.get((name, size, width, tables))
+        return lines or HOPPER.get((name, size, width, tables and size), ())
+    if major == 0:
+        return (Launch(32 if size == 4 else 64),) if size * width < 512 else ()
+    line = (BLACKWELL if major == 10 else AMPERE).get((name, size, width))
+    return () if line is None else (line,)
+
+
+def tiled(size: int, width: int, capability: tuple[int, int]) -> Launch:
+    """The launch of the kernels that walk over everything in tiles."""
+    launch = TILED[size, width]
+    newer = capability[0] in (0, 9, 10)
+    return launch if newer else AMPERE_TILED.get((size, width), launch)
+
 
 MAX_SPLITS = 64  # more would make merging cost as much as attending
 MERGE_ELEMENTS = 2048  # per program that merges splits: 16 for each of its 128 threads

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from veca.attention.knobs import (
     CPU_MULTIPROCESSORS,
-    KNOBS,
     MERGE_ELEMENTS,
     RESIDENT_CORES,
-    TILED,
     Launch,
     choose_splits,
     span_cost,
 )
+from veca.attention.knobs import resident as resident_launches
+from veca.attention.knobs import tiled as tiled_launch
 
 
 class _Tables(NamedTuple):
@@ -48,6 +48,7 @@ class _Problem:
     v: Tensor
     core: _Tables
     patch: _Tables
+    multiplicity: Tensor | None
     num_cores: int
     scale: float
 
@@ -76,6 +77,13 @@ class _Problem:
         """Bytes of a rotary table's element; 0 without tables."""
         given = [tables for tables in (self.core, self.patch) if tables.given]
         return max((tables.cos.element_size() for tables in given), default=0)
+
+    @property
+    def multiplicity_stride(self) -> int | None:
+        """From one image to the next; None, like the tensor, is no argument of a kernel at all."""
+        if self.multiplicity is None:
+            return None
+        return 0 if self.multiplicity.shape[0] == 1 else self.multiplicity.stride(0)
 
     @property
     def scale_log2(self) -> float:
@@ -116,6 +124,7 @@ def launch_forward(
     patch_sin: Tensor | None,
     num_cores: int,
     scale: float,
+    multiplicity: Tensor | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
     tiled: bool | None = None,
@@ -125,7 +134,7 @@ def launch_forward(
     if q.numel() == 0:
         return out, lse
     core, patch = _tables(core_cos, core_sin, q), _tables(patch_cos, patch_sin, q)
-    problem = _Problem(q, k, v, core, patch, num_cores, scale)
+    problem = _Problem(q, k, v, core, patch, _contiguous(multiplicity), num_cores, scale)
     launch, tiled = _pick("forward", problem, launch, tiled)
     with _on_device(q):
         (_tiled_forward if tiled else _resident_forward)(problem, out, lse, launch, splits)
@@ -146,6 +155,7 @@ def launch_backward(
     num_cores: int,
     scale: float,
     table_grad: bool,
+    multiplicity: Tensor | None = None,
     launch: Launch | None = None,
     splits: int | None = None,
     tiled: bool | None = None,
@@ -162,7 +172,7 @@ def launch_backward(
     if grad.stride(-1) != 1 or grad.stride(2) >= 1 << 24:
         grad = grad.contiguous()
     core, patch = _tables(core_cos, core_sin, q), _tables(patch_cos, patch_sin, q)
-    problem = _Problem(q, k, v, core, patch, num_cores, scale)
+    problem = _Problem(q, k, v, core, patch, _contiguous(multiplicity), num_cores, scale)
     launch, tiled = _pick("backward", problem, launch, tiled)
     run = _tiled_backward if tiled else _resident_backward
     with _on_device(q):
@@ -182,9 +192,9 @@ def _resident_forward(
     kernels.forward_kernel[(core_programs + patch_programs,)](
         problem.q, problem.k, problem.v, out, lse,
         problem.core.cos, problem.core.sin, problem.patch.cos, problem.patch.sin,
-        *(partials or (lse, lse, lse)),
+        problem.multiplicity, *(partials or (lse, lse, lse)),
         *problem.input_strides(), *out.stride()[:3],
-        *problem.core.strides, *problem.patch.strides,
+        *problem.core.strides, *problem.patch.strides, problem.multiplicity_stride,
         problem.heads, cores, problem.patches, splits, span, core_programs, problem.scale_log2,
         D=width, BLOCK_C=block_c, BLOCK_N=launch.block,
         ROTATE_CORES=problem.core.given, ROTATE_PATCHES=problem.patch.given,
@@ -200,15 +210,16 @@ def _tiled_forward(
     problem: _Problem, out: Tensor, lse: Tensor, launch: Launch, splits: int | None
 ) -> None:
     kernels, block = _kernels(), launch.block
-    tables = _joined_tables(problem)
+    tables, problem = _joined_tables(problem), _all_tokens(problem)
 
     def attend(first: int, end: int, key_end: int, splits: int, span: int) -> None:
         blocks = -(-(end - first) // block)
         partials = _partials(problem, splits, blocks * block)
         kernels.tiled_forward_kernel[(problem.sequences * splits * blocks,)](
             problem.q, problem.k, problem.v, out, lse, tables.cos, tables.sin,
-            *(partials or (lse, lse, lse)),
+            problem.multiplicity, *(partials or (lse, lse, lse)),
             *problem.input_strides(), *out.stride()[:3], *tables.strides,
+            problem.multiplicity_stride,
             problem.heads, problem.tokens, first, end, key_end, blocks, splits, span,
             problem.scale_log2,
             D=problem.width, BLOCK_R=block, BLOCK_K=block, ROTATE=tables.given,
@@ -245,9 +256,9 @@ def _resident_backward(
     kernels.backward_kernel[(core_programs * (1 if launch.fused else 2),)](
         problem.q, problem.k, problem.v, out, grad, lse, *grads,
         problem.core.cos, problem.core.sin, problem.patch.cos, problem.patch.sin,
-        *(partials or (lse, lse, lse)), table_q, table_k,
+        problem.multiplicity, *(partials or (lse, lse, lse)), table_q, table_k,
         *problem.input_strides(), *out.stride()[:3], *grad.stride()[:3], *grads[0].stride()[:3],
-        *problem.core.strides, *problem.patch.strides, table_half,
+        *problem.core.strides, *problem.patch.strides, table_half, problem.multiplicity_stride,
         problem.heads, cores, problem.patches, splits, span, core_programs,
         problem.scale, problem.scale_log2,
         D=width, BLOCK_C=block_c, BLOCK_N=launch.block,
@@ -273,7 +284,7 @@ def _tiled_backward(
 ) -> None:
     kernels, block = _kernels(), launch.block
     dq, dk, dv = grads
-    tables = _joined_tables(problem)
+    tables, problem = _joined_tables(problem), _all_tokens(problem)
     blocks = -(-problem.tokens // block)
     delta = empty(lse, lse.shape, torch.float32)
     kernels.delta_kernel[(problem.sequences * blocks,)](
@@ -283,7 +294,8 @@ def _tiled_backward(
     )  # fmt: skip
     inputs = (problem.q, problem.k, problem.v, grad, lse, delta)
     strides = (
-        *problem.input_strides(), *grad.stride()[:3], *dq.stride()[:3], *tables.strides
+        *problem.input_strides(), *grad.stride()[:3], *dq.stride()[:3], *tables.strides,
+        problem.multiplicity_stride,
     )  # fmt: skip
     sizes = (problem.heads, problem.tokens)
     scales = (problem.scale, problem.scale_log2)
@@ -302,11 +314,11 @@ def _tiled_backward(
         grid, merge = (problem.sequences * splits * blocks,), partials is not None
         part_q, part_k, part_v = partials or (lse, lse, lse)
         kernels.tiled_query_gradient_kernel[grid](
-            *inputs, dq, tables.cos, tables.sin, part_q,
+            *inputs, dq, tables.cos, tables.sin, problem.multiplicity, part_q,
             *strides, *span_sizes, *scales, MERGE=merge, **constants,
         )  # fmt: skip
         kernels.tiled_key_gradient_kernel[grid](
-            *inputs, dk, dv, tables.cos, tables.sin, part_k, part_v,
+            *inputs, dk, dv, tables.cos, tables.sin, problem.multiplicity, part_k, part_v,
             *strides, *span_sizes, *scales, MERGE=merge, **constants,
         )  # fmt: skip
 
@@ -402,6 +414,21 @@ def _joined_tables(problem: _Problem) -> _Tables:
     return _tables(join(core.cos, patch.cos, 1.0), join(core.sin, patch.sin, 0.0), problem.q)
 
 
+def _all_tokens(problem: _Problem) -> _Problem:
+    """The same with a multiplicity for every token, 1 for the cores."""
+    if problem.multiplicity is None:
+        return problem
+    joined = torch.nn.functional.pad(problem.multiplicity, (problem.num_cores, 0), value=1.0)
+    return dataclasses.replace(problem, multiplicity=joined)
+
+
+def _contiguous(multiplicity: Tensor | None) -> Tensor | None:
+    """[B or 1, N] whose numbers lie side by side."""
+    if multiplicity is None or multiplicity.stride(-1) == 1:
+        return multiplicity
+    return multiplicity.contiguous()
+
+
 def _sum_table_grads(
     table_grads: Tensor | None, table: Tensor | None, like: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -435,16 +462,15 @@ def _pick(
     name: str, problem: _Problem, launch: Launch | None, tiled: bool | None
 ) -> tuple[Launch, bool]:
     size, width = problem.q.element_size(), problem.width
-    tables = problem.table_bytes
-    line = KNOBS.get((name, size, width, tables)) or KNOBS.get((name, size, width, tables and size))
+    capability = _capability(problem.q.device)
+    lines = resident_launches(name, size, width, problem.table_bytes, capability)
     if tiled is None:
-        tiled = problem.num_cores > RESIDENT_CORES or line is None
+        tiled = problem.num_cores > RESIDENT_CORES or not lines
     if launch is None:
-        launch = TILED[size, width] if tiled or line is None else problem.cheapest(line)
-        if not _is_hopper(problem.q.device):
-            # Half the shared memory and other tensor cores: what fits and spills least there.
-            stages = min(launch.stages, 1 if width == 128 else 2)
-            launch = dataclasses.replace(launch, stages=stages, registers=None)
+        walk = tiled or not lines
+        launch = tiled_launch(size, width, capability) if walk else problem.cheapest(lines)
+        if problem.multiplicity is not None:  # its weights take registers
+            launch = dataclasses.replace(launch, registers=None)
     return launch, tiled
 
 
@@ -499,8 +525,9 @@ def _on_device(q: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of the GPU; (0, 0) is the interpreter."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
 
 
 @functools.cache

@@ -30,16 +30,34 @@ def core_attention(
     scale: float,
     multiplicity: Tensor | None = None,
 ) -> Tensor:
+    """`multiplicity` is [B or 1, N]: how many patches each patch token stands for."""
     dtype = q.dtype
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
     q = rotate_tokens(q, num_cores, core_rotation, patch_rotation)
     k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
     scores = q @ k.transpose(-2, -1) * scale
-    if multiplicity is not None:
-        scores = scores + torch.nn.functional.pad(multiplicity.to(scores.dtype), (num_cores, 0), value=1.0).log()[:, None, None]
     seen = visibility(q.shape[-2], num_cores, q.device)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    return (weights @ v).to(dtype)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if multiplicity is None:
+        return (scores.softmax(dim=-1) @ v).to(dtype)
+    # m equal tokens weigh m * exp(score) = exp(score + log m); log 0 is -inf: not there.
+    scores = scores + core_bias(multiplicity, num_cores).to(scores.dtype)
+    out = (scores.softmax(dim=-1) @ v).to(dtype)
+    return torch.cat([out[:, :, :num_cores], present(out[:, :, num_cores:], multiplicity)], dim=2)
+
+
+def core_bias(multiplicity: Tensor, num_cores: int) -> Tensor:
+    """What multiplicity adds to the scores of each token, 0 for the cores: [B or 1, 1, 1, T].
+
+    To the scores of all rows: patch rows see cores only, to which it adds nothing.
+    """
+    return torch.nn.functional.pad(multiplicity.log(), (num_cores, 0))[:, None, None]
+
+
+def present(patches: Tensor, multiplicity: Tensor) -> Tensor:
+    """`patches` [B, H, N, d] with zeros for tokens that are padding, so that no gradient of theirs
+    reaches a core."""
+    return torch.where((multiplicity == 0)[:, None, :, None], 0.0, patches)
 
 
 def rotate_tokens(

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from veca.attention.reference import rotate_tokens
+from veca._util.tracing import has_values
+from veca.attention.reference import core_bias, present, rotate_tokens
 from veca.rope import Rotation, rotate
 
 
@@ -27,15 +28,22 @@ def core_attention(
         q_patches = rotate(q_patches, patch_rotation)
     k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
 
-    mask = None
-    if multiplicity is not None:
-        m = torch.nn.functional.pad(multiplicity.float(), (num_cores, 0), value=1.0).log()
-        mask = m[:, None, None].to(q.dtype).expand(-1, 1, num_cores, -1)
-    cores = scaled_dot_product_attention(q_cores, k, v, attn_mask=mask, scale=scale)
+    # One row for all heads and cores: torch's fused kernels broadcast it, so that nothing of the
+    # size of the scores is made.
+    bias = None if multiplicity is None else core_bias(multiplicity, num_cores).to(q.dtype)
+    cores = scaled_dot_product_attention(q_cores, k, v, attn_mask=bias, scale=scale)
     if q_patches.shape[2] == 0:
         return cores
     patches = scaled_dot_product_attention(
         q_patches, k[:, :, :num_cores], v[:, :, :num_cores], scale=scale
     )
+    if multiplicity is not None and not _all_present(multiplicity):
+        patches = present(patches, multiplicity)
     # Joined as [B, T, H, d], so that the caller's [B, T, H * d] is a view.
     return torch.cat([cores.transpose(1, 2), patches.transpose(1, 2)], dim=1).transpose(1, 2)
+
+
+def _all_present(multiplicity: Tensor) -> bool:
+    """Whether no token is padding, where that is cheap to know: it saves a pass over memory."""
+    near = multiplicity.device.type == "cpu" and has_values(multiplicity)
+    return near and bool((multiplicity > 0).all())

@@ -14,7 +14,7 @@ from veca.errors import InputError
 
 def distill(
     config: Annotated[
-        Path | None, typer.Option(help="A recipe (TOML), such as configs/laptop.toml.")
+        str | None, typer.Option(help="A recipe: a name of `veca recipes`, or a TOML file.")
     ] = None,
     data: Annotated[
         str | None,

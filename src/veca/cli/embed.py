@@ -9,37 +9,29 @@ from typing import Annotated
 import typer
 
 from veca.cli.common import (
+    BatchSize,
     Cores,
     Device,
-    ShownSize,
+    Dtype,
+    Images,
+    Overwrite,
+    Pca,
+    Precision,
+    StoredSize,
+    Strict,
     Threads,
     Weights,
+    What,
+    Width,
     console,
     count,
-    parse_size,
+    parse_stored_size,
+    parse_what,
     pick_device,
+    renamed,
+    say_estimate,
     say_passed_over,
 )
-
-Images = Annotated[
-    list[str],
-    typer.Argument(
-        help="Image files, folders (with subfolders), .txt lists, .tar shards and patterns."
-    ),
-]
-Dtype = Annotated[str, typer.Option(help="Of the written features: float16, float32.")]
-Precision = Annotated[
-    str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
-]
-BatchSize = Annotated[
-    int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
-]
-Strict = Annotated[
-    bool, typer.Option("--strict", help="Stop at the first image that cannot be read.")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Start over: remove what earlier runs wrote to OUT.")
-]
 
 
 class Engine(str, Enum):
@@ -52,10 +44,10 @@ def embed(
     out: Annotated[Path, typer.Option(help="Folder for the Parquet shards.")],
     weights: Weights = "veca_tiny_patch16",
     cores: Cores = None,
-    size: ShownSize = "224",
-    patches: Annotated[
-        bool, typer.Option("--patches", help="Store the patch grid beside the cls features.")
-    ] = False,
+    size: StoredSize = None,
+    what: What = "cls",
+    width: Width = None,
+    pca: Pca = None,
     dtype: Dtype = "float16",
     precision: Precision = "float32",
     batch_size: BatchSize = 32,
@@ -96,6 +88,7 @@ def embed(
     strict: Strict = False,
     overwrite: Overwrite = False,
     batch: Annotated[int | None, typer.Option(min=1, hidden=True)] = None,
+    patches: Annotated[bool, typer.Option("--patches", hidden=True)] = False,
 ) -> None:
     """Embed a whole collection into Parquet shards; run it again to go on after a stop.
 
@@ -107,8 +100,11 @@ def embed(
     from veca.embed.plan import images_for
 
     if batch is not None:
-        typer.echo("veca: --batch is now called --batch-size", err=True)
+        renamed("--batch", "--batch-size")
         batch_size = batch
+    if patches:
+        renamed("--patches", "--what cls,patches")
+        what = "cls,patches"
     images = images_for(place_for(out), sources, overwrite=overwrite)
     say_passed_over(getattr(images, "passed_over", {}))
     with progress_bar("embedding", console) as update:
@@ -117,8 +113,10 @@ def embed(
             out,
             weights=weights,
             cores=cores,
-            size=parse_size(size),
-            patches=patches,
+            size=parse_stored_size(size),
+            what=parse_what(what),
+            width=width or "auto",
+            pca=pca,
             dtype=dtype,
             precision=precision,
             batch_size=batch_size,
@@ -134,6 +132,7 @@ def embed(
             on_error="raise" if strict else "skip",
             overwrite=overwrite,
             progress=update,
+            on_estimate=say_estimate,
         )
     if report.computed:
         speed = f"({report.images_per_second:.1f} images/s)"

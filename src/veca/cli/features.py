@@ -8,17 +8,28 @@ from typing import Annotated
 import typer
 
 from veca.cli.common import (
+    BatchSize,
     Cores,
     Device,
-    ShownSize,
+    Dtype,
+    Images,
+    Overwrite,
+    Pca,
+    Precision,
+    StoredSize,
+    Strict,
     Threads,
     Weights,
+    What,
+    Width,
     console,
-    parse_size,
+    count,
+    parse_stored_size,
+    parse_what,
     pick_device,
+    say_estimate,
     say_passed_over,
 )
-from veca.cli.embed import BatchSize, Dtype, Images, Overwrite, Precision, Strict
 
 _SHOWN_FAILURES = 10
 
@@ -34,11 +45,13 @@ def features(
     ],
     weights: Weights = "veca_tiny_patch16",
     cores: Cores = None,
-    size: ShownSize = "512",
+    size: StoredSize = None,
     fit: Annotated[
         str, typer.Option(help="How images come onto the patch grid: resize, pad, crop or error.")
     ] = "resize",
-    what: Annotated[str, typer.Option(help="cls, patches, or both.")] = "cls,patches",
+    what: What = "cls,patches",
+    width: Width = None,
+    pca: Pca = None,
     format: Annotated[
         str | None, typer.Option(help="npz or safetensors.", show_default="npz")
     ] = None,
@@ -66,14 +79,14 @@ def features(
     """
     import torch
 
-    from veca._util.files import printable
+    from veca._util.files import one_line
     from veca._util.progress import progress_bar
     from veca.embed import extract
     from veca.embed.embedding import load_model
     from veca.embed.sources import open_images
 
-    wanted = [part.strip() for part in what.split(",") if part.strip()]
-    pixels = parse_size(size)
+    wanted = parse_what(what)
+    pixels = parse_stored_size(size)
     images = open_images(sources)  # before the weights: they may take a download
     say_passed_over(getattr(images, "passed_over", {}))
     if threads is not None:
@@ -89,6 +102,8 @@ def features(
             size=pixels,
             fit=fit,
             what=wanted,
+            width=width or "auto",
+            pca=pca,
             format=format,
             batch_size=batch_size,
             dtype=dtype,
@@ -97,14 +112,15 @@ def features(
             root=root,
             workers=workers,
             progress=update,
+            on_estimate=say_estimate,
         )
 
     for name, message in summary.failed[:_SHOWN_FAILURES]:
-        said = printable(f"skipped {name}: {message}")
+        said = one_line(f"skipped {name}: {message}")
         console.print(said, style="yellow", markup=False, soft_wrap=True)
     if len(summary.failed) > _SHOWN_FAILURES:
         console.print(f"... and {len(summary.failed) - _SHOWN_FAILURES} more", style="yellow")
-    parts = [f"{summary.computed} images"]
+    parts = [count(summary.computed, "image")]
     if summary.reused:
         parts.append(f"{summary.reused} there already")
     if summary.failed:

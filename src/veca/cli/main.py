@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from veca.cli.bench import bench
+from veca.cli.cache import cache
+from veca.cli.datasets import datasets
 from veca.cli.demo import demo
 from veca.cli.distill import distill
 from veca.cli.embed import embed
@@ -20,10 +24,11 @@ from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
 from veca.cli.quickstart import quickstart
+from veca.cli.recipes import recipes
 from veca.cli.report import report
 from veca.cli.search import search
 from veca.cli.viz import viz
-from veca.errors import InputError, VecaError, suggest
+from veca.errors import InputError, VecaError, VecaWarning, suggest
 
 
 class _Commands(TyperGroup):
@@ -47,9 +52,10 @@ _UsageError: Any = typer.BadParameter.__base__
 
 for command in (
     *(quickstart, info, features, viz, demo),
-    *(pack, distill, probe, report),
+    *(pack, recipes, distill, datasets, probe, report),
     *(embed, search),
     *(bench, export, import_, publish),
+    *(cache,),
 ):
     app.command(name=command.__name__.rstrip("_"))(command)
 
@@ -86,6 +92,8 @@ def _options(
 def main(args: list[str] | None = None) -> int:
     """Run the command line; bad input is one line on stderr and exit code 2."""
     args = sys.argv[1:] if args is None else args
+    shown = warnings.showwarning
+    warnings.showwarning = _one_line(shown)
     try:
         result = app(args or ["--help"], prog_name="veca", standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
@@ -94,7 +102,21 @@ def main(args: list[str] | None = None) -> int:
         return _fail(error.format_message(), 2)
     except VecaError as error:
         return _fail(str(error), 2)
+    finally:
+        warnings.showwarning = shown
     return result if isinstance(result, int) else 0
+
+
+def _one_line(show: Callable[..., None]) -> Callable[..., None]:
+    """What shows our warnings as they are meant to be read, and all others as `show` does."""
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, VecaWarning):
+            print(f"veca: {' '.join(str(message).split())}", file=sys.stderr)
+        else:
+            show(message, category, *where, **more)
+
+    return shown
 
 
 def _fail(message: str, code: int) -> int:

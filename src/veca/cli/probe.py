@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from veca.cli.common import Device, Threads, console, parse_numbers, pick_device, writable_folder
-from veca.errors import MissingExtraError
+from veca.cli.common import (
+    Device,
+    ProbeWidth,
+    Threads,
+    console,
+    parse_numbers,
+    pick_device,
+    renamed,
+    writable_folder,
+)
+from veca.errors import MissingExtraError, check_choice
 
 if TYPE_CHECKING:
     from veca.probe import Run
@@ -54,13 +63,9 @@ def probe(
         list[str] | None,
         typer.Option("--set", help="Change a constant: knn.k=[5,10]. Can be repeated."),
     ] = None,
+    width: ProbeWidth = None,
     projection: Annotated[
-        bool | None,
-        typer.Option(
-            "--projection/--no-projection",
-            help="Features after the output projection, as the model gives them, or before it.",
-            show_default="protocol's",
-        ),
+        bool | None, typer.Option("--projection/--no-projection", hidden=True)
     ] = None,
     out: Annotated[
         Path | None,
@@ -137,7 +142,11 @@ def probe(
         return
     changes = list(set_ or [])
     if projection is not None:
-        changes.append(f"extract.projection={str(projection).lower()}")
+        width = "projected" if projection else "native"
+        renamed("--projection" if projection else "--no-projection", f"--width {width}")
+    if width is not None:
+        check_choice("width of features", width, ("native", "projected"))
+        changes.append(f"extract.projection={str(width == 'projected').lower()}")
     chosen = load_protocol(protocol).with_settings(changes)
     if batch_size is not None:
         chosen = chosen.with_batch(batch_size)

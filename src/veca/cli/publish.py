@@ -23,6 +23,13 @@ def publish(
         Path | None, typer.Option(help="A Markdown file with what they reach, for the card.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "float16",
+    code: Annotated[
+        bool,
+        typer.Option(
+            "--code/--no-code",
+            help="With the model's code, for transformers' trust_remote_code=True without veca.",
+        ),
+    ] = True,
 ) -> None:
     """Write weights to ship: half precision, provenance without local paths, a model card."""
     import torch
@@ -45,6 +52,7 @@ def publish(
         data_licence=data_licence,
         results=measured,
         dtype=dtypes[dtype],
+        code=code,
     )
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
     console.print(f"wrote {folder}: {size:.1f} MB", highlight=False, markup=False, soft_wrap=True)

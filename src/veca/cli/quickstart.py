@@ -10,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from veca.cli.common import Device, console, pick_device, writable_folder
+from veca.config import DEFAULT_SIZE
 
 
 def quickstart(
@@ -25,7 +26,7 @@ def quickstart(
     ] = None,
     size: Annotated[
         int, typer.Option(help="Short side of the photos, in pixels; fitted to the patch grid.")
-    ] = 512,
+    ] = DEFAULT_SIZE,
     device: Device = "auto",
 ) -> None:
     """Run photos at every budget, time them beside a dense ViT, and write a page of pictures."""

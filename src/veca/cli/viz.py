@@ -17,6 +17,7 @@ from veca.cli.common import (
     pick_device,
     writable_folder,
 )
+from veca.config import DEFAULT_SIZE
 from veca.errors import InputError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def viz(
     layers: Annotated[
         str | None, typer.Option(help="Layers, such as 1,4,8,12.", show_default="the figure's own")
     ] = None,
-    size: ShownSize = "512",
+    size: ShownSize = str(DEFAULT_SIZE),
     sizes: Annotated[str, typer.Option(help="Sizes: short sides in pixels.")] = (
         "256,512,768,1024"
     ),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from veca.errors import BadImageError, DataError, ImageError, check_choice
-from veca.images import read_image
+from veca.images import MAX_PIXELS
+from veca.images.read import read_named
 
 if TYPE_CHECKING:
     from veca.data.sources import ImageSource
@@ -84,7 +85,7 @@ class EncodedImage:
 
     def _read(self, source: Image.Image | io.BytesIO) -> Image.Image:
         try:
-            return read_image(source)
+            return read_named(source, self.name, MAX_PIXELS, keep_source=False)
         except ImageError as error:
             # Only the fault: the remedies in the message are for a single picture.
             reason = str(error).removeprefix(f"{self.name}: ").split(";")[0]

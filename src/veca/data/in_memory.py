@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from veca._util.files import atomic_write
+from veca._util.files import atomic_write, open_file
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.faults import LIMIT, Faults, OnBad
 from veca.data.index import digest
@@ -354,7 +354,7 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, NDArray]]:
     """The header's own part and all arrays, mapped copy-on-write: nothing changes the file."""
     wrong = "it is no set of images, or it is cut short; build it again"
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > 2**20:
                 raise DataError(f"{path}: {wrong}.")
@@ -377,7 +377,14 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, NDArray]]:
             )
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: {wrong}.") from error

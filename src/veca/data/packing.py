@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import re
 import tarfile
@@ -25,30 +24,33 @@ from PIL import features
 from veca._util.files import (
     atomic_write_json,
     atomic_write_text,
+    check_fields,
     commit,
     exclusive,
+    one_line,
     output_errors,
     place_for,
     printable,
+    read_json,
     temporary_beside,
 )
+from veca._util.numbers import parse_bytes
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.pool import default_workers, ordered_map
 from veca.data.sources import ImageSource, Spec, open_source
-from veca.errors import BadImageError, DataError, check_choice
+from veca.errors import BadImageError, DataError, OutputError, check_choice, shown
 
 MANIFEST, FAILURES = "manifest.json", "failures.txt"
 FORMATS = {"jpeg": ".jpg", "webp": ".webp"}
 _LAYOUT = "veca-shards-1"
 _LOCK = ".pack.lock"
+_MANIFEST = {"settings": dict, "complete": bool, "next": int, "shards": list, "failures": list}
+_SHARD_ENTRY = {"file": str, "bytes": int, "images": int, "first": int, "stop": int}
+_FAILURE = {"index": int, "name": str, "reason": str}
 _CHUNK = 16  # images a worker handles at a time
 _BLOCK = 512
 _TAIL = 2 * _BLOCK  # the end mark of a tar file
 _IN_A_ROW = 100  # this many failures without a success are no accident
-_UNITS = {
-    "": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20,
-    "g": 10**9, "gb": 10**9, "gib": 2**30,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def pack(
         "mode": mode if size is not None else None,
         "format": format,
         "quality": quality,
-        "shard_size": None if per_shard is not None else parse_bytes(shard_size),
+        "shard_size": None if per_shard is not None else parse_bytes(shard_size, DataError),
         "per_shard": per_shard,
         "source": encoder.source.fingerprint(),
         "images": len(encoder.source),
@@ -121,14 +123,6 @@ def pack(
         packer = _Packer(folder, encoder, settings)
         packer.run(default_workers() if workers is None else workers, progress)
     return packer.report()
-
-
-def parse_bytes(text: int | str) -> int:
-    """A number of bytes: 65536, "64MiB", "500 MB", "1g"."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if match is None or match[2].lower() not in _UNITS or not float(match[1]) > 0:
-        raise DataError(f"{text!r} is no size in bytes; write it like 64MiB, 500MB or 1GiB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 # --------------------------------------------------------------------------------------- encoding
@@ -252,12 +246,25 @@ class _Packer:
             if shard is not None or failures:
                 self._close(shard, total, failures)
             shard = None
+            self._check_shards()
             self._save(complete=True)
         finally:
             if shard is not None:
                 shard.drop()
         if progress is not None:
             progress(total, total)
+
+    def _check_shards(self, *, all_of_them: bool = True) -> None:
+        """Raise unless what the manifest lists is there: somebody may have removed it meanwhile."""
+        shards = self.manifest["shards"]
+        gone = [
+            entry for entry in (shards if all_of_them else shards[-1:]) if not self._is_there(entry)
+        ]
+        if gone:
+            raise OutputError(
+                f"{self.folder / gone[0]['file']} was written and is gone or changed: something "
+                "else has changed the folder meanwhile; run it again, what is missing is packed."
+            )
 
     def _is_full(self, shard: _ShardWriter, size: int) -> bool:
         if self.settings["per_shard"] is not None:
@@ -266,6 +273,7 @@ class _Packer:
 
     def _close(self, shard: _ShardWriter | None, stop: int, failures: list[dict[str, Any]]) -> None:
         """Put a shard in place and record it, with all failures before the image at `stop`."""
+        self._check_shards(all_of_them=False)
         if shard is not None:
             first = self.manifest["next"]
             self.manifest["shards"].append({**shard.finish(), "first": first, "stop": stop})
@@ -277,7 +285,10 @@ class _Packer:
     def _save(self, *, complete: bool) -> None:
         self.manifest["complete"] = complete
         if self.manifest["failures"]:
-            lines = [f"{entry['name']}\t{entry['reason']}\n" for entry in self.manifest["failures"]]
+            lines = [
+                f"{one_line(entry['name'])}\t{one_line(entry['reason'])}\n"
+                for entry in self.manifest["failures"]
+            ]
             atomic_write_text(self.folder / FAILURES, "".join(lines))
         atomic_write_json(self.folder / MANIFEST, self.manifest)
 
@@ -293,20 +304,27 @@ class _Packer:
                 "settings": self.settings, "complete": False, "next": 0, "shards": [],
                 "failures": [],
             }  # fmt: skip
-        try:
-            manifest = json.loads(path.read_text(encoding="utf-8"))
-            found, shards = manifest["settings"], manifest["shards"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} cannot be read ({error}); remove the folder, or choose another."
-            ) from error
+        manifest = read_json(path, DataError)
+        check_fields(manifest, _MANIFEST, path, DataError)
+        found, shards = manifest["settings"], manifest["shards"]
         for name, wanted in self.settings.items():
             if found.get(name) != wanted:
                 what = "the source has changed" if name in ("source", "images") else f"its {name}"
                 raise DataError(
-                    f"{self.folder} was packed differently: {what} ({found.get(name)!r} then, "
+                    f"{self.folder} was packed differently: {what} ({shown(found.get(name))} then, "
                     f"{wanted!r} now); choose another folder, or remove this one to start afresh."
                 )
+        for what, kinds in (("shards", _SHARD_ENTRY), ("failures", _FAILURE)):
+            for place, entry in enumerate(manifest[what]):
+                where = f"{path}: {what}.{place}"
+                check_fields(entry if isinstance(entry, dict) else {}, kinds, where, DataError)
+        numbers = [n for entry in shards for n in (entry["first"], entry["stop"])]
+        numbers = [0, *numbers, manifest["next"], len(self.encoder.source)]
+        if numbers != sorted(numbers):
+            raise DataError(
+                f"{path}: the images that its shards and 'next' name do not follow one another; "
+                "remove the folder, or choose another."
+            )
         whole = 0
         while whole < len(shards) and self._is_there(shards[whole]):
             whole += 1
@@ -360,12 +378,14 @@ class _ShardWriter:
         entry = tarfile.TarInfo(name)  # owner, group and time stay zero: equal input, equal bytes
         entry.size = len(data)
         header = entry.tobuf(tarfile.USTAR_FORMAT)
-        self._write(header + data + b"\0" * (_padded(len(data)) - len(data)))
+        with output_errors(self.path):
+            self._write(header + data + b"\0" * (_padded(len(data)) - len(data)))
         self.images += 1
 
     def finish(self) -> dict[str, Any]:
-        self._write(b"\0" * _TAIL)
-        self._file.close()
+        with output_errors(self.path):
+            self._write(b"\0" * _TAIL)
+            self._file.close()
         commit(self._temporary, self.path)
         self._stack.close()
         return {

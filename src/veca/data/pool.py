@@ -15,6 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
+from veca._util.room import Room, one_by_one, use_room
 from veca.errors import DataError
 
 T = TypeVar("T")
@@ -46,7 +47,10 @@ def ordered_map(
     # Forking shares what `function` holds; elsewhere than on Linux it is not safe.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_begin, initargs=(function, os.getpid())
+        workers,
+        mp_context=context,
+        initializer=_begin,
+        initargs=(function, os.getpid(), Room(makers=context)),
     )
     waiting: deque[Future[R]] = deque()
     queue = iter(items)
@@ -65,9 +69,10 @@ def ordered_map(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _begin(function: Callable[[Any], Any], parent: int) -> None:
+def _begin(function: Callable[[Any], Any], parent: int, room: Room) -> None:
     global _work
     _work = function
+    use_room(room)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the pool
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
 
@@ -80,4 +85,5 @@ def _follow(parent: int) -> None:
 
 
 def _call(item: Any) -> Any:
-    return _work(item)
+    with one_by_one():
+        return _work(item)

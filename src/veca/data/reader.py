@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import signal
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from veca._util.room import Room, one_by_one, use_room
 from veca.data.augment import Augmentation
 from veca.data.decode import GAP, EncodedImage
 from veca.data.draws import choice
@@ -79,7 +82,8 @@ class CropReader(Dataset[Piece]):
         error = None
         try:
             for row in range(count):
-                views = self._views(int(job.indices[row]), job.keys[row : row + 1], job, bad)
+                with one_by_one():
+                    views = self._views(int(job.indices[row]), job.keys[row : row + 1], job, bad)
                 student[row] = views[0]
                 if teacher is not None:
                     teacher[row] = views[1]
@@ -136,7 +140,7 @@ class CropStream:
             persistent_workers=True,
             pin_memory=pin,
             collate_fn=_unchanged,
-            worker_init_fn=_begin,
+            worker_init_fn=partial(_begin, Room(makers=multiprocessing.get_context())),
             # Its own generator: otherwise starting workers would move the global random state.
             generator=torch.Generator(),
         )
@@ -182,7 +186,8 @@ def _unchanged(piece: Any) -> Any:
     return piece
 
 
-def _begin(worker: int) -> None:
+def _begin(room: Room, worker: int) -> None:
+    use_room(room)
     # Ctrl-C reaches every process of a terminal, SIGTERM every one that torchrun, Slurm or systemd
     # ends. The main process stops cleanly, needs its workers until then, and ends them itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

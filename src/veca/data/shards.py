@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca._util.cache import cache_folder
+from veca._util.files import check_regular
 from veca.data.index import VERSION, digest, load_arrays, save_arrays
 from veca.data.names import Names
 from veca.errors import DataError
@@ -134,6 +135,7 @@ class ShardSource:
 def shard_index(path: Path, *, cache: Path | None = None) -> ShardIndex:
     """List one shard, or recall the list as long as the file has the same size and time."""
     try:
+        check_regular(path)
         state = path.stat()
     except OSError as error:
         raise DataError(

@@ -13,11 +13,12 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from veca._util.files import check_regular, open_file
 from veca.data.index import SHARD, digest, folder_index
 from veca.data.names import Names
 from veca.data.shards import ShardSource
 from veca.errors import DataError
-from veca.images import EXTENSIONS, open_file
+from veca.images import EXTENSIONS
 from veca.images.find import natural_key
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
@@ -264,6 +265,7 @@ def _open_folder(folder: Path, cache: Path | None, natural: bool) -> ImageSource
 
 def _open_list(path: Path) -> ListSource:
     try:
+        check_regular(path)
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"

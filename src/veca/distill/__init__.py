@@ -10,6 +10,7 @@ from veca.distill.logger import read_metrics
 from veca.distill.loop import DistillResult, distill
 from veca.distill.losses import classifier_kl, distillation_loss
 from veca.distill.normuon import NorMuon, polar_express
+from veca.distill.recipe import Recipe, list_recipes
 from veca.distill.schedule import BudgetSampler
 from veca.distill.standardise import TargetStatistics, load_targets
 from veca.distill.student import load_heads
@@ -22,11 +23,13 @@ __all__ = [
     "DistillResult",
     "DivergedError",
     "NorMuon",
+    "Recipe",
     "TargetStatistics",
     "classifier_kl",
     "distill",
     "distillation_loss",
     "export_checkpoint",
+    "list_recipes",
     "load_config",
     "load_heads",
     "load_targets",

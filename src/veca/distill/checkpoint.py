@@ -3,6 +3,10 @@
     OUT/checkpoints/step-00001000/   about.json and one .safetensors file a section
     OUT/checkpoints/best.json        which of them validated best
 
+`about.json` lists the sections with the hash of each, and its own: a run never goes on from a
+checkpoint that lacks a part, or in which one bit is another. Those of 0.1 have no hashes; what they
+must hold follows from their settings.
+
 A folder is written under another name, flushed to the disk and renamed; a kill at any moment
 leaves the older ones whole. Tensors are whole and go by parameter name, whatever the number of
 processes that wrote or read them. No pickle. Last, best and milestones are kept.
@@ -11,6 +15,7 @@ processes that wrote or read them. No pickle. Last, best and milestones are kept
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -21,7 +26,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca._util import files
@@ -31,11 +35,32 @@ from veca.distill.schedule import TrainingPlan
 from veca.distill.student import TRAINING_FIELDS
 from veca.distill.teachers import Teachers
 from veca.distill.trainer import StudentGroup
-from veca.errors import DistillError
-from veca.weights.tensors import write
+from veca.errors import CheckpointError, DistillError, shown
+from veca.weights.tensors import SEAL, content_hash, read_file, seal, write
 
 FORMAT_VERSION = 1
 FOLDER, ABOUT, BEST = "checkpoints", "about.json", "best.json"
+
+_SUFFIX, _OPTIMIZER = ".safetensors", "optimizer"
+_HASH, _SECTIONS = "sha256", "sections"
+_FIELDS: dict[str, Any] = {
+    "step": int,
+    "samples": int,
+    "siblings": dict,
+    "teachers": list,
+    "optimizer": str,
+    "seed": int,
+    "loader": dict,
+    "loader.step": int,
+    "loader.position": int,
+    "best": (int, float, type(None)),
+    "config": dict,
+    "config.schedule": dict,
+    "provenance": dict,
+    "provenance.standardised": list,
+    "provenance.steps_planned": int,
+}
+"""Of `about.json`, what a run or an export needs."""
 
 _NAME = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.step-\d+\..*\.tmp")
@@ -105,13 +130,18 @@ class CheckpointStore:
     def write(self, step: int, sections: Sections, about: dict[str, Any], *, best: bool) -> Path:
         """Write a checkpoint now."""
         target = self.path(step)
+        hashes = {name: seal(content_hash(tensors), {}) for name, tensors in sections.items()}
+        about = _sealed({**about, _SECTIONS: hashes})
         temporary = self.folder / f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
         try:
             with files.output_errors(target):
                 if not target.exists():  # a run that was resumed reaches the same step again
                     temporary.mkdir(parents=True)
                     for name, tensors in sections.items():
-                        _write_tensors(temporary / f"{name}.safetensors", tensors, target)
+                        path = temporary / f"{name}{_SUFFIX}"
+                        path.touch()
+                        write(tensors, path, target, {SEAL: hashes[name]})
+                        files.flush(path)
                     text = files.to_json(about)
                     (temporary / ABOUT).write_text(text, encoding="utf-8")
                     files.flush(temporary / ABOUT)
@@ -150,9 +180,10 @@ class CheckpointStore:
 
     def best_step(self) -> int | None:
         try:
-            return int(json.loads((self.folder / BEST).read_text(encoding="utf-8"))["step"])
-        except (OSError, ValueError, KeyError, TypeError):
+            step = files.read_json(self.folder / BEST, CheckpointError).get("step")
+        except CheckpointError:
             return None
+        return step if isinstance(step, int) else None
 
     def clean(self) -> None:
         """Remove what a killed process left half-written."""
@@ -161,48 +192,108 @@ class CheckpointStore:
                 if _TEMPORARY.fullmatch(path.name):
                     shutil.rmtree(path, ignore_errors=True)
 
-    def load(self, step: int | None = None) -> TrainingCheckpoint | None:
-        """The checkpoint of a step, by default the last; None if there is none."""
+    def load(self, step: int | None = None, *, optimizer: bool = True) -> TrainingCheckpoint | None:
+        """The checkpoint of a step, by default the last; None if there is none.
+
+        Args:
+            optimizer: read its state, which only training needs.
+        """
         steps = self.steps()
         if step is None and not steps:
             return None
-        return read(self.path(steps[-1] if step is None else step))
+        return read(self.path(steps[-1] if step is None else step), optimizer=optimizer)
 
 
-def read(path: Path) -> TrainingCheckpoint:
-    """One checkpoint folder."""
+def read(path: Path, *, optimizer: bool = True) -> TrainingCheckpoint:
+    """One checkpoint folder, every part of it compared with its hash.
+
+    Args:
+        optimizer: read its state, which only training needs.
+
+    Raises:
+        CheckpointError: a part is missing or not what was written.
+    """
+    about = _read_about(path)
+    hashes = _expected(path, about)
+    wanted = [name for name in hashes if optimizer or name.rpartition(":")[2] != _OPTIMIZER]
     try:
-        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
-        version = about["format_version"]
-        if version > FORMAT_VERSION:
-            raise DistillError(
-                f"checkpoint {path} has format version {version}, this veca reads up to "
-                f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
-            )
-        sections = {}
-        for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as tensors:
-                sections[file.stem] = {
-                    name: tensors.get_tensor(name).clone()
-                    for name in tensors.keys()  # noqa: SIM118
-                }
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        if isinstance(error, DistillError):
-            raise
-        raise DistillError(
-            f"checkpoint {path} cannot be read ({error}); delete that folder to go on from an "
-            "older one."
-        ) from error
-    return TrainingCheckpoint(path, about, sections)
+        return TrainingCheckpoint(
+            path, about, {name: _section(path, name, hashes[name]) for name in wanted}
+        )
+    except CheckpointError as error:
+        advice = "delete that folder to go on from an older one"
+        raise CheckpointError(f"{str(error).rstrip('.')}; {advice}.") from error.__cause__
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor], target: Path) -> None:
-    path.touch()
-    write(tensors, path, target)
-    files.flush(path)
+def _read_about(path: Path) -> dict[str, Any]:
+    place = path / ABOUT
+    about = files.read_json(place, CheckpointError)
+    version = about.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise CheckpointError(f"{place}: format_version is {shown(version)}, no whole number.")
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has format version {shown(version)}, this veca reads up to "
+            f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+        )
+    files.check_fields(about, {"step": int}, place, CheckpointError)
+    if _HASH in about and about != _sealed(about):
+        raise CheckpointError(
+            f"{place} is not what was written (its sha256 differs from the one recorded); delete "
+            f"the folder {path.name} to go on from an older one."
+        )
+    return about
+
+
+def _sealed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """`about` as JSON will give it back, with the hash of all the rest in it."""
+    rest: dict[str, Any] = json.loads(files.to_json({k: about[k] for k in about if k != _HASH}))
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return {**rest, _HASH: hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _expected(path: Path, about: Mapping[str, Any]) -> dict[str, str]:
+    """The sections that a checkpoint has, with their hashes; "" where there are none, as in 0.1."""
+    if _SECTIONS in about:
+        hashes = about[_SECTIONS]
+        plain = isinstance(hashes, dict) and all(isinstance(x, str) for x in hashes.values())
+        if not plain or any(Path(name).name != name for name in hashes):
+            raise CheckpointError(f"{path / ABOUT}: {_SECTIONS} is no table of hashes.")
+        return dict(hashes)
+    names = [file.name.removesuffix(_SUFFIX) for file in sorted(path.glob(f"*{_SUFFIX}"))]
+    config, siblings, provenance = (
+        found if isinstance(found := about.get(key), dict) else {}
+        for key in ("config", "siblings", "provenance")
+    )
+    own = ["student", _OPTIMIZER, *(["ema"] if config.get("ema") else [])]
+    needed = [*own, *(f"{sibling}:{name}" for sibling in siblings for name in own)]
+    needed += ["targets"] if provenance.get("standardised") else []
+    return dict.fromkeys([*names, *needed], "")
+
+
+def _section(path: Path, name: str, recorded: str) -> dict[str, Tensor]:
+    file = path / f"{name}{_SUFFIX}"
+    if not file.exists():
+        raise CheckpointError(f"checkpoint {path} lacks its section {name!r} ({file.name}).")
+    tensors, metadata = read_file(file, CheckpointError)
+    if recorded and metadata.get(SEAL) != recorded:
+        raise CheckpointError(f"{file} is not what was written (its sha256 is another).")
+    return tensors
 
 
 # ------------------------------------------------------------------------------------ going on
+
+
+def check_about(checkpoint: TrainingCheckpoint) -> None:
+    """Refuse a checkpoint whose `about.json` lacks a field, or has something odd in it."""
+    about, place = checkpoint.about, checkpoint.path / ABOUT
+    files.check_fields(about, _FIELDS, place, CheckpointError)
+    of_all = {"architecture": (dict, type(None))}
+    files.check_fields({"architecture": None, **about}, of_all, place, CheckpointError)
+    for name, sibling in about["siblings"].items():
+        where = f"{place}: siblings.{name}"
+        whose = sibling if isinstance(sibling, dict) else {}
+        files.check_fields(whose, {"architecture": dict, "init": object}, where, CheckpointError)
 
 
 def check_resume(
@@ -214,10 +305,11 @@ def check_resume(
         DistillError: says what differs.
     """
     about = checkpoint.about
+    check_about(checkpoint)
     for student, trainer in group.trainers.items():
         stored = about["siblings"].get(student, {}) if student else about
         mine = {"dense": trainer.dense, **trainer.architecture.to_dict()}
-        known = {"dense": stored.get("dense"), **stored.get("architecture", {})}
+        known = {"dense": stored.get("dense"), **(stored.get("architecture") or {})}
         different = [
             name for name in mine if known.get(name) != mine[name] and name not in TRAINING_FIELDS
         ]
@@ -248,8 +340,11 @@ def check_resume(
 def _check_cooldown(checkpoint: TrainingCheckpoint, plan: TrainingPlan) -> None:
     """Refuse a new plan for a run that has begun to cool down: its rate would rise again."""
     about, out = checkpoint.about, str(checkpoint.path.parents[1])
-    steps = int(about["provenance"]["steps_planned"])
-    cooldown = int(about["config"]["schedule"].get("cooldown", 0))
+    steps = about["provenance"]["steps_planned"]
+    schedule = {"cooldown": 0, **about["config"]["schedule"]}
+    place = f"{checkpoint.path / ABOUT}, config.schedule"
+    files.check_fields(schedule, {"cooldown": int}, place, CheckpointError)
+    cooldown = schedule["cooldown"]
     begun, same = steps - cooldown, (plan.steps, plan.cooldown) == (steps, cooldown)
     if cooldown and checkpoint.step > begun and not same:
         raise DistillError(

@@ -18,6 +18,7 @@ from veca._util.settings import SettingsReader, SettingsTables, Words, to_table,
 from veca.data.augment import AugmentConfig
 from veca.data.faults import LIMIT
 from veca.distill.optim import NAMES as OPTIMIZERS
+from veca.distill.recipe import find_recipe
 from veca.errors import DistillError
 
 PRECISIONS = ("auto", "bfloat16", "float32")
@@ -26,9 +27,10 @@ PARALLELS = ("auto", "none", "ddp", "fsdp")
 READER = SettingsReader(
     DistillError,
     Words(
-        no_file="there is no settings file {path}; recipes are in configs/.",
+        no_file="there is no settings file {path}; `veca recipes` lists those that go by a name.",
         form="an override is written section.name=value, such as optimizer.lr=1e-3; got {line!r}.",
     ),
+    find_recipe,
 )
 
 
@@ -276,7 +278,7 @@ class DistillConfig:
         if not s.steps and not s.epochs:
             raise DistillError(
                 "schedule.steps is not set, nor schedule.epochs, so the run has no length; start "
-                "from a recipe (--config), such as configs/laptop.toml, or set schedule.steps and "
+                "from a recipe (--config), such as laptop, or set schedule.steps and "
                 "schedule.size (--set schedule.steps=1000)."
             )
         if s.warmup and s.warmup_epochs:
@@ -345,11 +347,12 @@ def load_config(
     data: str | None = None,
     teacher: str | None = None,
 ) -> DistillConfig:
-    """Settings from a TOML file, with some changed.
+    """Settings from a recipe, with some changed.
 
     Args:
-        path: the file, which may build on another (`extends = "base.toml"`); without one, the
-            defaults and the overrides.
+        path: the name of a recipe that comes with the package (`list_recipes`), or a TOML file,
+            which may build on another (`extends = "base.toml"`, `extends = "laptop"`); without
+            one, the defaults and the overrides.
         overrides: "optimizer.lr=1e-3", "student.config.depth=6", "teachers.0.weight=2", ...
         data: replaces `data.source`.
         teacher: replaces the first teacher's name.

@@ -4,6 +4,7 @@ small, with a model card, and nothing of this machine in them.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,14 +17,14 @@ from torch import Tensor
 from veca._util import files
 from veca.config import VecaConfig
 from veca.dense import DenseVit
-from veca.distill.checkpoint import CheckpointStore
+from veca.distill.checkpoint import CheckpointStore, check_about
 from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import from_tensors, save_targets
 from veca.distill.student import HEADS, save_heads
 from veca.distill.trainer import MAIN, sections_of
 from veca.errors import DistillError, suggest
 from veca.teachers import save_dense_vit
-from veca.weights import load, processor, read_provenance, save, store
+from veca.weights import load, processor, read_provenance, remote_code, save, store
 from veca.weights.card import FILE as CARD
 from veca.weights.card import model_card, results_in
 from veca.weights.names import locate, public_name
@@ -101,8 +102,9 @@ def export_checkpoint(
     if step not in steps:
         known = ", ".join(map(str, steps))
         raise DistillError(f"{run} has no checkpoint {which!r}; it has those of steps {known}.")
-    found = checkpoints.load(step)
+    found = checkpoints.load(step, optimizer=False)
     assert found is not None
+    check_about(found)
     siblings = found.about["siblings"]
     if student and student not in siblings:
         raise DistillError(f"{run} has no sibling {suggest(student, siblings)}")
@@ -119,9 +121,10 @@ def publish(
     data_licence: str = "",
     results: str = "",
     dtype: torch.dtype = torch.float16,
+    code: bool = True,
 ) -> Path:
     """Write weights as a folder to ship: float16, with provenance, a model card, target scales and
-    the settings of an image processor for transformers.
+    what transformers needs: the settings of an image processor, and the code of the model.
 
     Args:
         weights: what `veca.load` takes, such as `runs/first/final`.
@@ -131,6 +134,8 @@ def publish(
         data, data_licence: what they were trained on, where the provenance does not say it well.
         results: what they were measured to reach, as Markdown, for the card. Without it, weights
             that are published where they lie keep what their card says.
+        code: with the model's code, by which `AutoModel.from_pretrained(folder,
+            trust_remote_code=True)` works where this package is not installed.
     """
     folder = files.place_for(to)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
@@ -145,15 +150,24 @@ def publish(
     if licence:
         provenance["licence"] = licence
     stages: list[dict[str, Any]] = [provenance]
-    while isinstance(before := (stages[-1].get("init") or {}).get("provenance"), dict):
+    while before := _table(_table(stages[-1], "init"), "provenance"):
         stages.append(before)
     for stage in stages:
-        about = dict(stage.get("data") or {})
+        about = dict(_table(stage, "data"))
         about |= {k: v for k, v in (("source", data), ("licence", data_licence)) if v}
         stage["data"] = about
-    provenance["samples_in_all"] = sum(int(stage.get("samples", 0)) for stage in stages)
+    counts = [stage.get("samples") for stage in stages]
+    provenance["samples_in_all"] = sum(count for count in counts if isinstance(count, int))
     save(model, folder, provenance=provenance, dtype=dtype)
-    files.atomic_write_json(folder / processor.FILE, processor.processor_settings(model.config))
+    settings = processor.processor_settings(model.config, code=code)
+    files.atomic_write_json(folder / processor.FILE, settings)
+    if code:
+        remote_code.write_code(folder)
+        about = json.loads((folder / store.CONFIG).read_text(encoding="utf-8"))
+        about |= {"architectures": ["VecaModel"], "auto_map": processor.auto_map()}
+        files.atomic_write_json(folder / store.CONFIG, about)
+    else:
+        remote_code.remove_code(folder)
     for extra in () if in_place else (TARGETS, HEADS):
         if source.is_dir() and (source / extra).is_file():
             with files.temporary_beside(folder / extra) as temporary:
@@ -162,10 +176,20 @@ def publish(
         else:
             (folder / extra).unlink(missing_ok=True)  # of the weights that were there before
     card = model_card(
-        model.config, read_provenance(folder), name=name or folder.name, results=results
+        model.config,
+        read_provenance(folder),
+        name=name or folder.name,
+        results=results,
+        code=code,
     )
     files.atomic_write_text(folder / CARD, card)
     return folder
+
+
+def _table(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A table inside another that somebody wrote; empty if it is none."""
+    found = fields.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,7 +200,7 @@ def _cleaned(provenance: Mapping[str, Any]) -> dict[str, Any]:
         kept["data"] = about | {"source": public_name(str(about.get("source", "")))}
     if isinstance(kept.get("init"), Mapping):
         init = dict(kept["init"])
-        init["weights"] = public_name(init["weights"]) if init.get("weights") else None
+        init["weights"] = public_name(str(init["weights"])) if init.get("weights") else None
         if isinstance(init.get("provenance"), Mapping):
             init["provenance"] = _cleaned(init["provenance"])
         kept["init"] = init

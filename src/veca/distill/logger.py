@@ -29,6 +29,7 @@ from veca.distill.parallel import World
 from veca.distill.schedule import StepPlan
 from veca.errors import DistillError, DivergedError
 
+_BOARD = "tensorboard"
 METRICS, RUN = "metrics.jsonl", "run.json"
 _PLAIN_EVERY_S = 30.0
 """Seconds between lines where the output is no terminal."""
@@ -138,7 +139,8 @@ class RunLogger:
         if tensorboard and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1)
+            with files.output_errors(out / _BOARD):
+                self._board = SummaryWriter(str(out / _BOARD), purge_step=start + 1)
         if self.console is not None and self.console.is_terminal:
             bar = progress_bar("starting", self.console, counts=False)
             self._bar = self._closing.enter_context(bar)
@@ -201,25 +203,31 @@ class RunLogger:
         with files.output_errors(self.out / METRICS):
             self._file.write(text)
             self._file.flush()
+            (self.out / METRICS).stat()  # an open file outlives its folder: nobody would see it
 
     def close(self) -> None:
-        self._closing.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
+        board, wandb, file = self._board, self._wandb, self._file
         self._file = self._board = self._wandb = self._bar = None
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(self._closing)
+            if file is not None:
+                closing.enter_context(contextlib.suppress(OSError))
+                closing.callback(file.close)
+            if wandb is not None:
+                closing.callback(wandb.finish)
+            if board is not None:
+                with files.output_errors(self.out / _BOARD):
+                    board.close()
 
     # ------------------------------------------------------------------------------------- inside
 
     def _report(self, kind: str, numbers: Mapping[str, float], step: int) -> None:
         if self._board is not None:
-            for name, value in numbers.items():
-                if name != "step":
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            # A thread of its own writes them, and what stopped it comes out here.
+            with files.output_errors(self.out / _BOARD):
+                for name, value in numbers.items():
+                    if name != "step":
+                        self._board.add_scalar(f"{kind}/{name}", value, step)
         if self._wandb is not None:
             named = {f"{kind}/{name}": v for name, v in numbers.items() if name != "step"}
             self._wandb.log(named, step=step)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from veca._util.files import atomic_write_text, folder_to_fill, place_for
+from veca._util.files import atomic_write_text, exclusive, place_for
 from veca.distill.checkpoint import (
     CheckpointStore,
     TrainingCheckpoint,
@@ -38,9 +38,11 @@ from veca.distill.step import training_step
 from veca.distill.teachers import open_teachers, scale_targets
 from veca.distill.trainer import MAIN, StudentGroup, StudentTrainer
 from veca.distill.validate import ValidatedStudent, mean_loss, validate
-from veca.errors import DistillError, DivergedError
+from veca.errors import DistillError, DivergedError, OutputError, VecaError
 from veca.teachers.base import Teacher
 from veca.weights.names import public_name
+
+_LOCK = ".distill.lock"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def distill(
 ) -> DistillResult:
     """Train a student as the settings say; under torchrun, together with the other processes.
 
-    >>> config = load_config("configs/laptop.toml")
+    >>> config = load_config("laptop")
     >>> result = distill(config, "runs/first")
     >>> model = veca.load(result.final)
 
@@ -171,7 +173,7 @@ class TrainingRun:
         if checkpoint is not None:
             self.group.load_state(checkpoint.sections)
             self.loader.load_state_dict(checkpoint.about["loader"])
-            self.samples = int(checkpoint.about["samples"])
+            self.samples = checkpoint.about["samples"]
             self.best = math.inf if checkpoint.about["best"] is None else checkpoint.about["best"]
             if changed := changed_settings(checkpoint.about["config"], config):
                 self.log.say(f"resuming with other settings: {', '.join(changed)}")
@@ -330,29 +332,36 @@ class TrainingRun:
     ) -> TrainingCheckpoint | None:
         """The checkpoint to go on from, on all ranks; the first rank reads it.
 
-        That rank makes the run's folder, too; if it is still empty then, `stack` removes it.
+        That rank locks the run's folder until `stack` is closed, and makes it; if it is still
+        empty then, it goes.
         """
-        problem, about, sections = None, None, None
+        problem: VecaError | None = None
+        about, sections = None, None
+        busy = f"another process is training into {self.out}; wait for it, or choose another --out."
         if self.world.is_first:
             try:
+                stack.enter_context(exclusive(self.out / _LOCK, busy))
                 steps = self.store.steps()
                 if steps and not resume:
                     raise DistillError(
                         f"{self.out} holds a run that got to step {steps[-1]}; add --resume to go "
                         "on with it, or choose another --out."
                     )
-                stack.enter_context(folder_to_fill(self.out))
                 self.store.clean()
                 found = self.store.load()
                 if found is not None:
                     about, sections = found.about, found.sections
-            except DistillError as error:
-                problem = str(error)
+            except OutputError as error:
+                problem = error if str(error) == busy else DistillError(str(error))
+            except VecaError as error:
+                problem = error
             except OSError as error:
-                problem = f"cannot write to {self.out} ({error.strerror}); choose another --out."
+                problem = DistillError(
+                    f"cannot write to {self.out} ({error.strerror}); choose another --out."
+                )
         problem, about = self.world.from_first((problem, about))
         if problem is not None:
-            raise DistillError(problem)
+            raise problem
         if about is None:
             return None
         names = self.world.from_first(None if sections is None else list(sections))

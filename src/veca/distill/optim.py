@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from veca.distill.normuon import NorMuon, local
-from veca.errors import DistillError
+from veca.errors import CheckpointError, DistillError
 
 NAMES = ("normuon", "muon", "adamw")
 
@@ -184,6 +184,7 @@ class Optimizers:
                 for p in group["params"]:
                     name = next(n for n, q in self.parameters.items() if q is p)
                     if name in by_parameter:
+                        _check_state(name, by_parameter[name], p, member)
                         member.state[p] = {
                             part: _place(value, part, p, member, shard)
                             for part, value in by_parameter[name].items()
@@ -191,6 +192,27 @@ class Optimizers:
 
 
 Shard = Callable[[Tensor, Tensor], Tensor]
+
+_STATES = {"NorMuon": {"momentum", "second"}, "Muon": {"momentum_buffer"}}
+_ADAM_STATES = {"step", "exp_avg", "exp_avg_sq"}
+
+
+def _check_state(name: str, parts: Mapping[str, Tensor], p: Tensor, member: Optimizer) -> None:
+    """Refuse what is not the state of an optimiser for a parameter."""
+    wanted = _STATES.get(type(member).__name__, _ADAM_STATES)
+    if parts.keys() != wanted:
+        raise CheckpointError(
+            f"the checkpoint's optimiser holds {', '.join(sorted(parts))} of {name}, expected "
+            f"{', '.join(sorted(wanted))}; it is damaged."
+        )
+    for part, value in parts.items():
+        # As large as the parameter, a number for each row, or one number.
+        sizes = zip(value.shape, p.shape, strict=False)
+        if value.ndim not in (0, p.ndim) or any(mine not in (1, its) for mine, its in sizes):
+            raise CheckpointError(
+                f"the checkpoint's optimiser holds {part} of {name} with the shape "
+                f"{list(value.shape)}, which does not fit {list(p.shape)}; it is damaged."
+            )
 
 
 def _place(value: Tensor, part: str, p: Tensor, member: Optimizer, shard: Shard) -> Tensor:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from veca.errors import DistillError
-from veca.weights.tensors import write_file
+from veca.weights.tensors import read_file, write_file
 
 FILE = "targets.safetensors"
 _FLOOR = 0.05
@@ -98,8 +97,10 @@ def to_tensors(statistics: Mapping[str, TargetStatistics]) -> dict[str, Tensor]:
     }
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TargetStatistics]:
-    """The inverse of `to_tensors`."""
+def from_tensors(
+    tensors: Mapping[str, Tensor], where: str = "the checkpoint"
+) -> dict[str, TargetStatistics]:
+    """The inverse of `to_tensors`; `where` names their file in messages."""
     found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         teacher, _, rest = name.rpartition("/")
@@ -108,9 +109,15 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TargetStatistics]:
     for teacher, parts in found.items():
         if sorted(parts) != wanted:
             raise DistillError(
-                f"the targets of teacher {teacher!r} must hold {', '.join(wanted)}, got "
+                f"{where}: the targets of teacher {teacher!r} must hold {', '.join(wanted)}, got "
                 f"{', '.join(sorted(parts))}."
             )
+        for name, tensor in parts.items():
+            if tensor.ndim != 1 or len(tensor) != len(parts[f"{name.partition('.')[0]}.mean"]):
+                raise DistillError(
+                    f"{where}: {teacher}/{name} must be one number for each channel, got shape "
+                    f"{list(tensor.shape)}."
+                )
     return {
         teacher: TargetStatistics(
             Moments(parts["cls.mean"], parts["cls.std"]),
@@ -138,12 +145,7 @@ def load_targets(path: str | os.PathLike[str]) -> dict[str, TargetStatistics]:
     """
     path = Path(path).expanduser()
     path = path / FILE if path.is_dir() else path
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise DistillError(f"cannot read the targets' scale from {path} ({error}).") from error
-    return from_tensors(tensors)
+    return from_tensors(read_file(path, DistillError)[0], str(path))
 
 
 def find_targets(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from veca.config import VecaConfig, preset
@@ -27,7 +26,7 @@ from veca.model import Veca, create_model, initialize
 from veca.teachers import read_dense_vit
 from veca.teachers.base import Teacher
 from veca.weights import load, read_provenance
-from veca.weights.tensors import write_file
+from veca.weights.tensors import read_file, write_file
 
 HEADS = "heads.safetensors"
 TRAINING_FIELDS = ("rope_shift", "rope_jitter", "rope_rescale")
@@ -159,21 +158,22 @@ def load_heads(folder: str | os.PathLike[str]) -> dict[str, Head]:
     path = Path(folder).expanduser() / HEADS
     if not path.is_file():
         return {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise DistillError(f"cannot read the heads in {path} ({error}).") from error
+    tensors, _ = read_file(path, DistillError)
     by_teacher: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         teacher, _, rest = name.rpartition("/")
         by_teacher.setdefault(teacher, {})[rest] = tensor.float()
     heads = {}
     for teacher, state in by_teacher.items():
-        cls_width, width = state["cls.weight"].shape
-        dense_width = len(state.get("dense.weight", state["cls.weight"]))
-        head = Head(width, cls_width, dense_width)
-        head.load_state_dict(state)
+        try:
+            cls_width, width = state["cls.weight"].shape
+            dense_width = len(state.get("dense.weight", state["cls.weight"]))
+            head = Head(width, cls_width, dense_width)
+            head.load_state_dict(state)
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise DistillError(
+                f"{path}: the tensors of {teacher!r} are no head ({error}); write it again."
+            ) from error
         heads[teacher] = head.eval()
     return heads
 

@@ -76,7 +76,10 @@ class FrozenTeacher:
 
     def global_size_of(self, provenance: Mapping[str, Any]) -> int | None:
         """The same of the run that some weights came from; None where that is not known."""
-        return provenance.get("targets", {}).get(self.name, {}).get("global_size")
+        found: Any = provenance
+        for part in ("targets", self.name, "global_size"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found if isinstance(found, int) else None
 
 
 class Teachers:

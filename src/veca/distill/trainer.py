@@ -24,7 +24,7 @@ from veca.distill.schedule import TrainingPlan
 from veca.distill.standardise import from_tensors, to_tensors
 from veca.distill.student import InitialStudent, build_student, compile_blocks
 from veca.distill.teachers import Teachers
-from veca.errors import DistillError
+from veca.errors import CheckpointError, DistillError
 
 MAIN = ""
 """The name of the settings' own student, beside its siblings'."""
@@ -133,28 +133,36 @@ class StudentTrainer:
 
     def load_state(self, sections: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Go on from what `state` gave, on any number of processes; all ranks pass the same."""
+        if "student" not in sections or "optimizer" not in sections:
+            raise CheckpointError("the checkpoint lacks the sections of this run's students.")
         self._load_student(sections["student"])
         self.optimizers.load_state_tensors(dict(sections.get("optimizer", {})), shard)
         if self.ema is not None:
             # An average that is asked for only now starts from the weights as they are.
             stored = sections.get("ema", sections["student"])
+            _check_shapes(self.ema.parameters, stored)
             pieces = {name: shard(stored[name], p) for name, p in self.ema.parameters.items()}
             self.ema.load(pieces)
 
     @torch.no_grad()
     def _load_student(self, stored: Mapping[str, Tensor]) -> None:
         mine = dict(self.student.named_parameters())
-        shapes = {name: tuple(p.shape) for name, p in mine.items()}
-        theirs = {name: tuple(tensor.shape) for name, tensor in stored.items()}
-        if shapes != theirs:
-            name = next(n for n in [*shapes, *theirs] if shapes.get(n) != theirs.get(n))
-            raise DistillError(
-                f"the checkpoint belongs to another architecture: {name} is "
-                f"{_shape(theirs.get(name))} there and {_shape(shapes.get(name))} here; resume "
-                "with the settings it was made with, or choose another --out."
-            )
+        _check_shapes(mine, stored)
         for name, p in mine.items():
             p.copy_(shard(stored[name].to(p.dtype), p))
+
+
+def _check_shapes(mine: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that are not those of these parameters."""
+    shapes = {name: tuple(p.shape) for name, p in mine.items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    if shapes != theirs:
+        name = next(n for n in [*shapes, *theirs] if shapes.get(n) != theirs.get(n))
+        raise CheckpointError(
+            f"the checkpoint belongs to another architecture: {name} is "
+            f"{_shape(theirs.get(name))} there and {_shape(shapes.get(name))} here; resume "
+            "with the settings it was made with, or choose another --out."
+        )
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

@@ -7,8 +7,8 @@ where in a folder of embeddings, `cluster` fills one with Ray, `searching` finds
 """
 
 from veca.embed.embedding import EmbedReport, embed
-from veca.embed.features import WHAT, Summary, extract
-from veca.embed.pipeline import DTYPES
+from veca.embed.features import Summary, extract
+from veca.embed.pipeline import DTYPES, WHAT
 from veca.embed.searching import Collection, Match, contact_sheet, search
 from veca.embed.writers.files import FORMATS, read_features
 from veca.embed.writers.parquet import Rows, iter_embeddings, read_embeddings

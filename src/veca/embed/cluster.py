@@ -23,6 +23,7 @@ from veca import errors
 from veca._util.extras import require
 from veca._util.threads import batches_at_once
 from veca.data.sources import ImageSource
+from veca.embed.pca import Reduction
 from veca.embed.pipeline import read_ahead
 from veca.embed.plan import Plan
 from veca.embed.settings import Settings
@@ -43,6 +44,7 @@ def run(
     model: Veca,
     settings: Settings,
     folder: Path,
+    reduction: Reduction | None,
     *,
     workers: int | None,
     threads: int | None,
@@ -63,6 +65,7 @@ def run(
             {
                 "state": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
                 "settings": settings.to_dict(),
+                "reduction": None if reduction is None else reduction.tensors,
                 "plan": plan,
                 "source": source,
                 "folder": str(folder.absolute()),
@@ -116,7 +119,12 @@ class _Worker:
         model = create_model(self._settings.model_config)
         model.load_state_dict(given["state"])
         self._at_once = batches_at_once(device, self._cpus)
-        self._compute = compute_for(model.eval().to(device=device, dtype=dtype), self._settings)
+        tensors = given["reduction"]
+        self._compute = compute_for(
+            model.eval().to(device=device, dtype=dtype),
+            self._settings,
+            None if tensors is None else Reduction(tensors),
+        )
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         shard = Shard(**{name: int(row[name]) for name in Shard._fields})

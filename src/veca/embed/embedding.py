@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,14 +19,18 @@ from veca._util.threads import batches_at_once
 from veca.checks import check_model
 from veca.data import pool
 from veca.data.sources import ImageSource
-from veca.embed.plan import GONE, Plan, images_for, locked, open_plan
-from veca.embed.settings import Settings
-from veca.embed.shards import compute_for, embed_shards
+from veca.embed.estimate import DiskEstimate, estimate, warn_of_memory
+from veca.embed.pca import FILE as PCA_FILE
+from veca.embed.pca import Reduction
+from veca.embed.pca import load as load_reduction
+from veca.embed.pipeline import WHAT, checked_what
+from veca.embed.plan import GONE, Plan, begun, images_for, locked, open_plan
+from veca.embed.settings import AUTO, AutoSize, Settings
+from veca.embed.shards import DecodeAhead, compute_for, embed_shards, fit_reduction
 from veca.embed.sources import Sources
-from veca.embed.writers import FAILURES, write_failures
-from veca.embed.writers.parquet import Shard, ShardRecord, finished_shards
-from veca.errors import ImageError, InputError, at_least, check_choice
-from veca.images import Size
+from veca.embed.writers import FAILURES, check_folder_name, write_failures
+from veca.embed.writers.parquet import MANIFEST, Shard, ShardRecord, finished_shards
+from veca.errors import ImageError, InputError, OutputError, at_least, check_choice
 from veca.model import Veca, evaluating
 from veca.weights import load
 
@@ -65,8 +69,10 @@ def embed(
     *,
     weights: str | os.PathLike[str] | Veca = "veca_tiny_patch16",
     cores: int | None = None,
-    size: Size = 224,
-    patches: bool = False,
+    size: AutoSize = AUTO,
+    what: Sequence[str] = WHAT[:1],
+    width: str = AUTO,
+    pca: int | None = None,
     dtype: str = "float16",
     precision: str = "float32",
     batch_size: int = 32,
@@ -81,7 +87,9 @@ def embed(
     on_error: str = "skip",
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    on_estimate: Callable[[DiskEstimate], None] | None = None,
     batch: int | None = None,
+    patches: bool | None = None,
 ) -> EmbedReport:
     """Embed every image of a source into Parquet shards; run it again to go on after a stop.
 
@@ -98,8 +106,15 @@ def embed(
         weights: a name, a folder, a .safetensors file, a hub id, or a model.
         cores: the budget; by default the whole bank.
         size: short side in pixels, (height, width), or None for each image's own size. Images are
-            resized to the nearest size on the patch grid.
-        patches: store the patch grid as well.
+            resized to the nearest size on the patch grid. By default "auto": that of the folder, or
+            512 (`veca.config.DEFAULT_SIZE`) in a new one.
+        what: ("cls",), or ("cls", "patches") to store the patch grid as well.
+        width: "native", features before the output projection, as wide as the network;
+            "projected", after it, as wide as the teacher; "mixed", cls projected and patches
+            native. By default "auto": that of the folder, or
+            "projected" in a new one.
+        pca: reduce features to so many numbers, by the principal components of the first images
+            (at least 512), which are kept in the folder. By default as the folder is.
         dtype: "float16" or "float32", of the stored features.
         precision: what the model computes in: "float32", "bfloat16" or "float16". A model passed
             as `weights` computes in its own.
@@ -120,7 +135,8 @@ def embed(
         on_error: "skip" lists images that cannot be read and goes on; "raise" stops at the first.
         overwrite: start over: remove what earlier runs wrote to `out`.
         progress: called with (images done, images in all) as the work goes on.
-        batch: the name of `batch_size` in 0.1.
+        on_estimate: called before the work starts with what it will take on the disk.
+        batch, patches: the names of `batch_size` and `what` in 0.1.
 
     Raises:
         DataError: the source is missing or empty, or 100 images in a row cannot be read.
@@ -134,6 +150,17 @@ def embed(
     if batch is not None:
         warnings.warn("embed(batch=) is now embed(batch_size=)", DeprecationWarning, stacklevel=2)
         batch_size = batch
+    if patches is not None:
+        warnings.warn(
+            "embed(patches=True) is now embed(what=('cls', 'patches'))",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        what = WHAT if patches else WHAT[:1]
+    what = checked_what(what)
+    if "cls" not in what:
+        raise InputError("a folder of embeddings always holds cls; ask for cls, or cls,patches.")
+    check_folder_name(folder, "embeddings are a folder of Parquet files")
     check_choice("on_error", on_error, ON_ERROR)
     check_choice("engine", engine, ENGINES)
     needed, purpose, extra = ["pyarrow", "pyarrow.parquet"], "veca embed", "embed"
@@ -147,6 +174,7 @@ def embed(
         threads = at_least("threads", threads)
     # Before the weights, which may take a download.
     images = images_for(folder, source, overwrite=overwrite)
+    there = begun(folder, overwrite=overwrite)
     # With Ray the model runs on the cluster; here it is only packed up.
     model, weights_from = load_model(weights, "cpu" if engine == "ray" else device, precision)
     settings = Settings.of(
@@ -154,22 +182,46 @@ def embed(
         cores=cores,
         size=size,
         fast_jpeg=fast_jpeg,
-        patches=patches,
+        patches="patches" in what,
         dtype=dtype,
         batch_size=batch_size,
         shard_rows=shard_rows,
+        width=width,
+        there=there[0] if there else None,
     )
+    at_once = batches_at_once(model.device, threads)
+    decode_ahead = partial(
+        pool.ordered_map, workers=pool.default_workers() if workers is None else workers
+    )
+    if engine == "local":
+        warn_of_memory(model, settings.pixels, settings.batch, at_once)
     with locked(folder):
+        settings, reduction, is_new = _reduction(
+            folder,
+            images,
+            model,
+            settings,
+            there[0] if there else None,
+            pca,
+            decode_ahead=decode_ahead,
+            at_once=at_once,
+        )
         plan, added = open_plan(
             folder, images, settings, weights_from=weights_from, overwrite=overwrite
         )
+        if reduction is not None and is_new:
+            reduction.save(folder / PCA_FILE)
         state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
         if state.left:
+            count = sum(shard.stop - shard.start for shard in state.left)
+            if on_estimate is not None:
+                on_estimate(estimate(images, count, settings.to_dict(), settings.what))
             records = _engine(
                 engine,
                 state,
                 images,
                 model,
+                reduction,
                 workers=workers,
                 threads=threads,
                 device=str(device),
@@ -180,6 +232,7 @@ def embed(
                 for record in records:
                     state.finish(record)
         state.write_failures()
+        state.check()
     if not state.images:
         raise ImageError(
             f"none of {plan.images} images could be read; {folder / FAILURES} says why."
@@ -215,6 +268,7 @@ def _engine(
     state: _State,
     source: ImageSource,
     model: Veca,
+    reduction: Reduction | None,
     *,
     workers: int | None,
     threads: int | None,
@@ -232,6 +286,7 @@ def _engine(
             model,
             state.settings,
             state.folder,
+            reduction,
             workers=workers,
             threads=threads,
             device=device,
@@ -239,7 +294,7 @@ def _engine(
             strict=strict,
             on_images=state.count,
         )
-    compute = compute_for(model, state.settings)
+    compute = compute_for(model, state.settings, reduction)
     workers = pool.default_workers() if workers is None else workers
     return embed_shards(
         state.left,
@@ -253,6 +308,36 @@ def _engine(
         strict=strict,
         on_images=state.count,
     )
+
+
+def _reduction(
+    folder: Path,
+    source: ImageSource,
+    model: Veca,
+    settings: Settings,
+    there: Settings | None,
+    wanted: int | None,
+    *,
+    decode_ahead: DecodeAhead,
+    at_once: int,
+) -> tuple[Settings, Reduction | None, bool]:
+    """The settings with what reduces the features, that itself, and whether it was made now."""
+    stored = there.pca if there else None
+    if there is not None and (wanted is None or (stored and wanted == stored["dimensions"])):
+        settings = replace(settings, pca=stored)
+        if stored is None or settings.differences(there):  # which will be refused
+            return settings, None, False
+        if (folder / PCA_FILE).exists() or finished_shards(folder, settings):
+            return settings, load_reduction(folder / PCA_FILE, stored), False
+        wanted = stored["dimensions"]  # stopped in its first moment: the same is fitted again
+    elif there is not None:
+        return replace(settings, pca={"dimensions": wanted, "sha256": ""}), None, False
+    if wanted is None:
+        return settings, None, False
+    reduction = fit_reduction(
+        wanted, source, model, settings, decode_ahead=decode_ahead, at_once=at_once
+    )
+    return replace(settings, pca=reduction.settings), reduction, True
 
 
 class _State:
@@ -314,6 +399,16 @@ class _State:
     def write_failures(self) -> None:
         """Make failures.jsonl say what the shards say."""
         write_failures(self.folder / FAILURES, self.failures())
+
+    def check(self) -> None:
+        """Raise unless all that is counted is there: somebody may have removed it meanwhile."""
+        gone = [record.path for record in self.records.values() if not record.path.is_file()]
+        gone += [path for path in (self.folder / MANIFEST,) if not path.is_file()]
+        if gone:
+            raise OutputError(
+                f"{gone[0]} was written and is gone ({len(gone)} such files): something else has "
+                f"changed {self.folder} meanwhile; run veca embed again."
+            )
 
     def _check(self, shards: Sequence[Shard]) -> None:
         """Each shard that is there must hold as many images as the plan says."""

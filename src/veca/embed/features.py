@@ -29,19 +29,36 @@ from torch import Tensor
 from veca._util.files import place_for
 from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
-from veca.embed.pipeline import DTYPES, ModelRunner, batch_by_shape, compute_ahead, read_ahead
+from veca.embed.estimate import DiskEstimate, estimate, warn_of_memory
+from veca.embed.pca import FILE as PCA_FILE
+from veca.embed.pca import Reduction, Sample, sample_size
+from veca.embed.pca import load as load_reduction
+from veca.embed.pipeline import (
+    DTYPES,
+    WHAT,
+    ModelRunner,
+    batch_by_shape,
+    checked_what,
+    compute_ahead,
+    read_ahead,
+)
+from veca.embed.settings import (
+    AUTO,
+    AutoSize,
+    resolved_size,
+    resolved_width,
+    with_later,
+    without_later,
+)
 from veca.embed.sources import Source, Sources, open_images, to_read
-from veca.embed.writers import CollectionWriter, Result
+from veca.embed.writers import CollectionWriter, Result, check_folder_name
 from veca.embed.writers.files import FORMATS, NamedImage
-from veca.embed.writers.folder import FolderWriter
+from veca.embed.writers.folder import FolderWriter, begun
 from veca.embed.writers.single_file import SingleFileWriter
-from veca.errors import ImageError, InputError, at_least, check_choice
-from veca.images import FITS, Preprocessed, Size, check_size, preprocess
+from veca.errors import ImageError, InputError, OutputError, at_least, check_choice
+from veca.images import FITS, Preprocessed, Size, preprocess
 from veca.model import Veca, evaluating
 from veca.weights import weights_hash
-
-WHAT = ("cls", "patches")
-"""What can be written: the global embedding, the dense features."""
 
 _FileWriter: TypeAlias = "FolderWriter | SingleFileWriter"
 
@@ -75,9 +92,11 @@ def extract(
     out: Source,
     *,
     cores: int | None = None,
-    size: Size = 512,
+    size: AutoSize = AUTO,
     fit: str = "resize",
     what: Sequence[str] = WHAT,
+    width: str = AUTO,
+    pca: int | None = None,
     format: str | None = None,
     batch_size: int = 16,
     dtype: str = "float16",
@@ -86,6 +105,7 @@ def extract(
     root: Source | None = None,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    on_estimate: Callable[[DiskEstimate], None] | None = None,
 ) -> Summary:
     """Compute the features of `sources` and write them to `out`.
 
@@ -95,8 +115,15 @@ def extract(
         out: a folder, or a file ending in .npz or .safetensors that holds all images (with
             patches only if all their grids agree).
         cores: the budget; by default the whole bank.
-        size, fit: how images come onto the patch grid; see `veca.preprocess`.
+        size, fit: how images come onto the patch grid; see `veca.preprocess`. The size is by
+            default "auto": that of the folder, or 512 (`veca.config.DEFAULT_SIZE`) in a new one.
         what: "cls", "patches" or both.
+        width: "native", features before the output projection, as wide as the network;
+            "projected", after it, as wide as the teacher; "mixed", cls projected and patches
+            native. By default "auto": that of the folder, or
+            "projected" in a new one.
+        pca: reduce features to so many numbers, by the principal components of the first images
+            (at least 512), which are kept beside the features. By default as the folder is.
         format: "npz" or "safetensors"; by default npz, or what the name of the file says.
         batch_size: images of one pixel size that are computed together, at most.
         dtype: "float16" or "float32", of the features as written; the model computes in its own.
@@ -106,6 +133,7 @@ def extract(
             the deepest folder that holds all images.
         workers: threads that read images ahead; by default one a processor, at most 8.
         progress: called with (images finished, images found) as the work goes on.
+        on_estimate: called before the work starts with what it will take on the disk.
 
     Raises:
         ImageError: a source is missing, or no image could be read (or one, with "raise").
@@ -118,12 +146,43 @@ def extract(
     batch_size = at_least("batch_size", batch_size)
     workers = min(8, os.cpu_count() or 1) if workers is None else at_least("workers", workers)
     check_choice("on_error", on_error, ("skip", "raise"))
-    settings = _settings(model, cores, size, fit, what, dtype)
+    there = None if overwrite else begun(place)
+    settings = _settings(model, cores, size, fit, what, dtype, width, there)
     source = open_images(sources)
     found: dict[Path, int] = {}
     for i in range(len(source)):
         found.setdefault(_absolute(source.name(i)), i)
     places = list(found.values())
+    compute = ModelRunner(
+        model, cores=settings["cores"], what=settings["what"], dtype=dtype, width=settings["width"]
+    )
+    threads = batches_at_once(compute.device)
+    at_once = 1
+    if compute.device.type == "cpu":
+        at_once = max(1, min(threads, math.ceil(len(places) / batch_size)))
+    pixels: Size = (
+        tuple(settings["size"]) if isinstance(settings["size"], list) else settings["size"]
+    )
+    warn_of_memory(model, pixels, batch_size, at_once)
+
+    def fitted(index: int) -> Preprocessed:
+        return preprocess(to_read(source, index), pixels, fit=fit, model=model)
+
+    reduction, is_fitted = _reduction(
+        place, there, settings, pca, partial(_sample, model, settings, fitted, places, batch_size)
+    )
+    if reduction is not None:
+        settings["pca"] = reduction.settings
+        compute = ModelRunner(
+            model,
+            cores=settings["cores"],
+            what=settings["what"],
+            dtype=dtype,
+            width=settings["width"],
+            reduce=reduction,
+        )
+    elif pca is not None:  # other than the folder's, which will be refused
+        settings["pca"] = {"dimensions": pca, "sha256": ""}
     writer = _open_writer(
         place,
         settings,
@@ -139,22 +198,23 @@ def extract(
         try:
             if writer.has(item):
                 return item, None
-            return item, preprocess(to_read(source, places[item.place]), size, fit=fit, model=model)
+            return item, fitted(places[item.place])
+        except OutputError:
+            raise
         except ImageError as error:
             return item, error
         except OSError as error:  # of a shard
             return item, ImageError(f"{item.path}: {error.strerror or error}")
 
     tally = _Tally(len(places), progress)
-    compute = ModelRunner(model, cores=settings["cores"], what=settings["what"], dtype=dtype)
-    threads = batches_at_once(compute.device)
-    at_once = 1
-    if compute.device.type == "cpu":
-        at_once = max(1, min(threads, math.ceil(len(places) / batch_size)))
+    if on_estimate is not None:
+        on_estimate(estimate(source, len(places), settings, settings["what"]))
     reading = read_ahead(
         read, writer.items, workers=workers, ahead=workers + batch_size, nbytes=_nbytes
     )
     with evaluating(model), contextlib.closing(writer), contextlib.closing(reading):
+        if reduction is not None and is_fitted and not _is_file_name(place):
+            reduction.save(reduction_file(place))  # before any features that need it
         ready = _sift(
             reading,
             writer,
@@ -174,6 +234,8 @@ def extract(
                 writer.add(batch)
                 tally.count(computed=len(batch))
         if tally.good:
+            if reduction is not None and is_fitted and _is_file_name(place):
+                reduction.save(reduction_file(place))
             writer.finish()
 
     failures_file = writer.write_failures()
@@ -194,26 +256,109 @@ def extract(
 
 
 def _settings(
-    model: Veca, cores: int | None, size: Size, fit: str, what: Sequence[str], dtype: str
+    model: Veca,
+    cores: int | None,
+    size: AutoSize,
+    fit: str,
+    what: Sequence[str],
+    dtype: str,
+    width: str,
+    there: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Everything that decides what the numbers are, as JSON types."""
-    wanted = [what] if isinstance(what, str) else list(what)
-    for name in wanted:
-        check_choice("kind of feature", name, WHAT)
-    if not wanted:
-        raise InputError("no kind of feature is chosen; choose cls, patches or both.")
+    wanted = list(checked_what(what))
     check_choice("dtype of the written features", dtype, DTYPES)
     check_choice("fit", fit, FITS)
-    pixels = check_size(size, model.config.patch_size)
     return {
         "weights": weights_hash(model),
         "config": model.config.to_dict(),
         "cores": check_budget(cores, model.config.num_cores),
-        "size": list(pixels) if isinstance(pixels, tuple) else pixels,
+        "size": resolved_size(size, model.config, there),
         "fit": fit,
-        "what": [name for name in WHAT if name in wanted],
+        "what": wanted,
         "dtype": dtype,
+        "width": resolved_width(width, model.config, wanted, there),
+        "pca": None,
     }
+
+
+def reduction_file(out: Path) -> Path:
+    """Where what reduces the features of an output lies: in a folder, or beside a file."""
+    return out.with_name(f"{out.name}.{PCA_FILE}") if _is_file_name(out) else out / PCA_FILE
+
+
+def _reduction(
+    out: Path,
+    there: dict[str, Any] | None,
+    settings: dict[str, Any],
+    wanted: int | None,
+    fit: Callable[[int], Reduction],
+) -> tuple[Reduction | None, bool]:
+    """What reduces the features, and whether it was made now; None also where it is refused."""
+    stored = with_later(there)["pca"] if there else None
+    if there is not None and (stored is None or wanted not in (None, stored["dimensions"])):
+        return None, False
+    path = reduction_file(out)
+    if stored is not None:
+        if path.exists():
+            return load_reduction(path, stored), False
+        wanted = stored["dimensions"]
+    if wanted is None:
+        return None, False
+    reduction = fit(wanted)
+    if stored is not None and reduction.settings != stored:
+        return load_reduction(path, stored), False  # which says that it is not there
+    return reduction, True
+
+
+def _sample(
+    model: Veca,
+    settings: dict[str, Any],
+    fitted: Callable[[int], Preprocessed],
+    places: Sequence[int],
+    batch_size: int,
+    dimensions: int,
+) -> Reduction:
+    """The principal components of the first images."""
+    compute = ModelRunner(
+        model,
+        cores=settings["cores"],
+        what=settings["what"],
+        dtype="float32",
+        width=settings["width"],
+    )
+
+    def read(place: int) -> _Reading:
+        item = NamedImage(place, Path(), "")
+        try:
+            return item, fitted(places[place])
+        except (ImageError, OSError) as error:
+            return item, error if isinstance(error, ImageError) else ImageError(str(error))
+
+    count = min(sample_size(dimensions), len(places))
+    found: dict[int, dict[str, Any]] = {}
+    reading = read_ahead(
+        read, range(count), workers=min(8, os.cpu_count() or 1), ahead=batch_size, nbytes=_nbytes
+    )
+    with evaluating(model), contextlib.closing(reading):
+        images = (_Image(item, one) for item, one in reading if isinstance(one, Preprocessed))
+        results = compute_ahead(
+            partial(_compute, compute, cores=settings["cores"]),
+            batch_by_shape(images, batch_size),
+            at_once=batches_at_once(compute.device),
+            threads=1 if compute.device.type == "cpu" else None,
+        )
+        with contextlib.closing(results):
+            for result in (one for batch in results for one in batch):
+                found[result.item.place] = result.arrays
+    sample = Sample(settings["what"])
+    for place in sorted(found):
+        sample.add(found[place])
+    return sample.fit(dimensions)
+
+
+def _is_file_name(out: Path) -> bool:
+    return out.suffix.removeprefix(".") in FORMATS and not out.is_dir()
 
 
 def _open_writer(
@@ -228,10 +373,14 @@ def _open_writer(
 ) -> _FileWriter:
     if format is not None:
         check_choice("format", format, FORMATS)
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+    hashed = json.dumps(without_later(settings), sort_keys=True)
+    digest = hashlib.sha256(hashed.encode()).hexdigest()
     fingerprint = f"veca-features-1-{digest[:16]}"
     implied = out.suffix.removeprefix(".")
-    if implied not in FORMATS or out.is_dir():
+    if not _is_file_name(out):
+        check_folder_name(
+            out, "features are written to a folder, or to a file that ends in .npz or .safetensors"
+        )
         return FolderWriter(
             out,
             fingerprint,

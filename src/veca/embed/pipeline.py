@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca._util.memory import is_out_of_memory
+from veca._util.room import one_by_one
 from veca._util.threads import compute_pool
-from veca.errors import InputError, VecaError
+from veca.config import VecaConfig
+from veca.errors import InputError, VecaError, check_choice
 from veca.images import normalize
 from veca.model import Veca
 
+WHAT = ("cls", "patches")
+"""Kinds of feature: the global embedding, the dense features."""
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 """What features can be written as."""
 
@@ -50,6 +54,11 @@ def read_ahead(
         ahead: answers that may wait, at most.
         nbytes: the size of an answer; when `HOLD_BYTES` wait, no more are begun.
     """
+
+    def read_one(job: Job) -> Answer:
+        with one_by_one():
+            return read(job)
+
     waiting: deque[Future[Answer]] = deque()
     left = iter(jobs)
     with ThreadPoolExecutor(workers, "veca-read") as pool:
@@ -60,7 +69,7 @@ def read_ahead(
                 held = sum(nbytes(future.result()) for future in ready)
                 while len(waiting) < ahead and held < HOLD_BYTES:
                     try:
-                        waiting.append(pool.submit(read, next(left)))
+                        waiting.append(pool.submit(read_one, next(left)))
                     except StopIteration:
                         break
                 if not waiting:
@@ -176,10 +185,25 @@ class Computed(NamedTuple):
 
 
 class ModelRunner:
-    """A model, which is in evaluation mode, and what is wanted of it. Any thread may call it."""
+    """A model, which is in evaluation mode, and what is wanted of it. Any thread may call it.
 
-    def __init__(self, model: Veca, *, cores: int, what: Sequence[str], dtype: str) -> None:
+    Args:
+        width: "native", "projected" or "mixed"; see `feature_widths`.
+        reduce: what makes features narrower, by their kind, or None.
+    """
+
+    def __init__(
+        self,
+        model: Veca,
+        *,
+        cores: int,
+        what: Sequence[str],
+        dtype: str,
+        width: str = "projected",
+        reduce: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
         self._model, self._cores, self._what, self._dtype = model, cores, what, dtype
+        self._width, self._reduce = width, reduce
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -195,11 +219,42 @@ class ModelRunner:
             if plain:
                 pixels = pixels.permute(0, 3, 1, 2).contiguous().float().div(255)
                 pixels = normalize(pixels, config.image_mean, config.image_std)
-            out = self._model(pixels, cores=self._cores)
-            found = {"cls": out.cls, "patches": out.patches.unflatten(1, out.grid)}
+            found, grid = self._features(pixels)
+            if self._reduce is not None:
+                found = {name: self._reduce(name, found[name]) for name in self._what}
             return Computed(
-                {name: as_written(found[name], self._dtype) for name in self._what}, out.grid
+                {name: as_written(found[name], self._dtype) for name in self._what}, grid
             )
+
+    def _features(self, pixels: Tensor) -> tuple[dict[str, Tensor], tuple[int, int]]:
+        projected = self._width == "projected"
+        out = (self._model if projected else self._model.tokens)(pixels, cores=self._cores)
+        # One vector an image through the projection, not one a patch.
+        cls = self._model.project(out.cls) if self._width == "mixed" else out.cls
+        return {"cls": cls, "patches": out.patches.unflatten(1, out.grid)}, out.grid
+
+
+def checked_what(what: Sequence[str] | str) -> tuple[str, ...]:
+    """The kinds of feature that are wanted, in their own order."""
+    wanted = [what] if isinstance(what, str) else list(what)
+    for name in wanted:
+        check_choice("kind of feature", name, WHAT)
+    if not wanted:
+        raise InputError("no kind of feature is chosen; choose cls, patches or both.")
+    return tuple(name for name in WHAT if name in wanted)
+
+
+def feature_widths(config: VecaConfig, width: str) -> dict[str, int]:
+    """Numbers in a vector of each kind of feature.
+
+    "native" is what goes into the output projection, as wide as the network; "projected" what comes
+    out of it, as wide as the teacher; "mixed" has cls projected and patches native.
+    """
+    narrow, wide = config.width, config.feature_width
+    return {
+        "cls": narrow if width == "native" else wide,
+        "patches": wide if width == "projected" else narrow,
+    }
 
 
 @contextlib.contextmanager

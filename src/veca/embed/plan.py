@@ -23,6 +23,7 @@ from veca._util.files import atomic_write, atomic_write_json, exclusive, output_
 from veca.data.index import load_arrays
 from veca.data.names import Names
 from veca.data.sources import ImageSource
+from veca.embed import pca
 from veca.embed.settings import LAYOUT, Settings
 from veca.embed.sources import Sources, open_images
 from veca.embed.writers import FAILURES
@@ -65,14 +66,21 @@ class Plan:
         return self.places[shard.part][shard.start : shard.stop]
 
 
+def begun(folder: Path, *, overwrite: bool = False) -> tuple[Settings, dict[str, Any]] | None:
+    """The settings, and all of the manifest, of a folder that a run goes on with; else None."""
+    if overwrite or not (folder / MANIFEST).exists() or _is_emptied(folder):
+        return None
+    return read_manifest(folder)
+
+
 def images_for(folder: Path, sources: Sources, *, overwrite: bool = False) -> ImageSource:
     """The images of a source, found as the run found them that began the folder.
 
     A folder of 0.1 does not say how: then links to folders were followed, and images that a run
     adds came in the order of their paths.
     """
-    goes_on = not overwrite and (folder / MANIFEST).exists() and not _is_emptied(folder)
-    return open_images(sources, natural=not goes_on or "order" in read_manifest(folder)[1])
+    there = begun(folder, overwrite=overwrite)
+    return open_images(sources, natural=there is None or "order" in there[1])
 
 
 def _remove_embeddings(folder: Path) -> None:
@@ -82,7 +90,10 @@ def _remove_embeddings(folder: Path) -> None:
     (shards go before the plan, the plan's last part first), or an emptied one. The manifest stays
     until the new one replaces it.
     """
-    ours = ("index-*.usearch", FAILURES, f"{SHARDS}/part-*.parquet", f"{PLAN}/[0-9]*.npz")
+    ours = (
+        *("index-*.usearch", "index-*.json", FAILURES),
+        *(f"{SHARDS}/part-*.parquet", f"{PLAN}/[0-9]*.npz", pca.FILE),
+    )
     with output_errors(folder):
         for path in [p for pattern in ours for p in sorted(folder.glob(pattern), reverse=True)]:
             path.unlink()

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from veca.checks import check_budget
-from veca.config import VecaConfig
-from veca.embed.pipeline import DTYPES
-from veca.errors import at_least, check_choice
+from veca.config import DEFAULT_SIZE, VecaConfig
+from veca.embed.pipeline import DTYPES, WHAT, feature_widths
+from veca.errors import InputError, at_least, check_choice
 from veca.images import Size, check_size
 from veca.model import Veca
 from veca.weights import weights_hash
 
 LAYOUT = "veca-embeddings-1"
+
+WIDTHS = ("native", "projected", "mixed")
+"""How wide features are: before the output projection, after it, or cls after and patches before
+it. Where there is no such projection they are one."""
+AUTO: Literal["auto"] = "auto"
+"""The setting of the folder that is gone on with; else the default."""
+AutoSize: TypeAlias = "Size | Literal['auto']"
+DEFAULT_WIDTH = "projected"
+"""Native patches keep less than 99 % of the segmentation scores: research/results/width."""
+
+_LATER: dict[str, Any] = {"width": "projected", "pca": None}
+"""Settings that 0.1 did not have, and what they were there. They are written down only where they
+differ from that, so that the fingerprints of 0.1's folders stay what they are."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,10 @@ class Settings:
     """What the model computes in."""
     batch: int
     shard_rows: int
+    width: str = "projected"
+    """One of `WIDTHS`."""
+    pca: dict[str, Any] | None = None
+    """What features were reduced by: {"dimensions", "sha256"} of a `veca.embed.pca.Reduction`."""
 
     @classmethod
     def of(
@@ -44,27 +62,35 @@ class Settings:
         model: Veca,
         *,
         cores: int | None,
-        size: Size,
+        size: AutoSize,
         fast_jpeg: bool,
         patches: bool,
         dtype: str,
         batch_size: int,
         shard_rows: int,
+        width: str = AUTO,
+        there: Settings | None = None,
     ) -> Settings:
-        """Check what a user asked for."""
+        """Check what a user asked for; "auto" is what is `there` already, or else the default."""
         check_choice("dtype of the stored features", dtype, DTYPES)
-        pixels = check_size(size, model.config.patch_size)
+        found = None if there is None else there.to_dict()
         return cls(
             weights=weights_hash(model),
             config=model.config.to_dict(),
             cores=check_budget(cores, model.config.num_cores),
-            size=list(pixels) if isinstance(pixels, tuple) else pixels,
+            size=resolved_size(size, model.config, found),
             fast_jpeg=bool(fast_jpeg),
             patches=bool(patches),
             dtype=dtype,
             precision=str(next(model.parameters()).dtype).removeprefix("torch."),
             batch=at_least("batch_size", batch_size),
             shard_rows=at_least("shard_rows", shard_rows),
+            width=resolved_width(
+                width,
+                model.config,
+                WHAT if patches else WHAT[:1],
+                found,
+            ),
         )
 
     @classmethod
@@ -72,7 +98,7 @@ class Settings:
         return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return without_later(asdict(self))
 
     @property
     def fingerprint(self) -> str:
@@ -90,18 +116,75 @@ class Settings:
         return (self.size[0], self.size[1]) if isinstance(self.size, list) else self.size
 
     @property
-    def width(self) -> int:
-        """Numbers in an embedding."""
-        return self.model_config.feature_width
+    def what(self) -> tuple[str, ...]:
+        return WHAT if self.patches else WHAT[:1]
+
+    @property
+    def dimensions(self) -> int:
+        """Numbers in the embedding of an image."""
+        return self.widths["cls"]
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Numbers in a vector of each kind of feature."""
+        return stored_widths(self.model_config, self.width, self.pca)
 
     def differences(self, there: Settings) -> list[str]:
         """What a folder made with `there` has otherwise, in words."""
-        other = there.to_dict()
+        other = asdict(there)
         return [
             f"{name}: {_short(other[name])} there, {_short(value)} now"
-            for name, value in self.to_dict().items()
+            for name, value in asdict(self).items()
             if value != other[name]
         ]
+
+
+def without_later(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they are written down and hashed; see `_LATER`."""
+    return {k: v for k, v in settings.items() if k not in _LATER or v != _LATER[k]}
+
+
+def with_later(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a folder, also of one of 0.1, with all names."""
+    return {**_LATER, **settings}
+
+
+def stored_widths(config: VecaConfig, width: str, pca: dict[str, Any] | None) -> dict[str, int]:
+    """Numbers in a stored vector of each kind of feature."""
+    if pca is not None:
+        return dict.fromkeys(WHAT, pca["dimensions"])
+    return feature_widths(config, width)
+
+
+def resolved_size(
+    size: AutoSize, config: VecaConfig, there: dict[str, Any] | None
+) -> int | list[int] | None:
+    """The size to use, as JSON has it: what was asked for, or what is there, or the default."""
+    if isinstance(size, str):
+        if size != AUTO:
+            raise InputError(
+                f"size must be the short side, (height, width), None or 'auto'; got {size!r}."
+            )
+        if there is not None:
+            found: int | list[int] | None = there["size"]
+            return found
+        size = DEFAULT_SIZE
+    pixels = check_size(size, config.patch_size)
+    return list(pixels) if isinstance(pixels, tuple) else pixels
+
+
+def resolved_width(
+    width: str, config: VecaConfig, what: Sequence[str], there: dict[str, Any] | None
+) -> str:
+    """The width to use, under the one name that settings have for what comes out."""
+    check_choice("width of features", width, (AUTO, *WIDTHS))
+    if width == AUTO:
+        width = DEFAULT_WIDTH if there is None else with_later(there)["width"]
+    if config.feature_width == config.width:
+        return "projected"
+    if width == "mixed" and len(what) == 1:
+        return "projected" if what[0] == "cls" else "native"
+    return width
 
 
 def _short(value: object) -> str:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -19,15 +20,19 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from veca.data.decode import GAP, EncodedImage
+from veca.data.names import Names
 from veca.data.sources import ImageSource
+from veca.embed import pca
+from veca.embed.pca import Reduction, Sample
 from veca.embed.pipeline import ModelRunner, ShapeBatches, compute_ahead
 from veca.embed.plan import GONE, Plan
 from veca.embed.settings import Settings
-from veca.embed.writers import Result
+from veca.embed.writers import CollectionWriter, Result
 from veca.embed.writers.parquet import ParquetWriter, PlannedRow, Shard, ShardRecord
 from veca.errors import BadImageError, DataError, ImageError, VecaError
 from veca.images import MAX_PIXELS, target_size
-from veca.model import Veca
+from veca.images.transform import check_memory
+from veca.model import Veca, evaluating
 
 IN_A_ROW = 100
 """So many images in a row that cannot be read are no accident: the run stops, and the shard they
@@ -54,7 +59,7 @@ class Decoder:
 
     def __init__(self, source: ImageSource | None, settings: Settings) -> None:
         self._source, self._size, self._fast = source, settings.pixels, settings.fast_jpeg
-        self._patch = settings.model_config.patch_size
+        self._config = settings.model_config
 
     def __call__(self, places: NDArray[np.int64]) -> list[Decoded]:
         return [self._decode(int(place)) for place in places]
@@ -80,10 +85,14 @@ class Decoder:
         return self._resized(image, *self._target(name, image.height, image.width))
 
     def _target(self, name: str, height: int, width: int) -> tuple[int, int]:
-        target = target_size(height, width, self._size, "resize", self._patch)
+        target = target_size(height, width, self._size, "resize", self._config.patch_size)
         # A sliver of 1 x 100,000 pixels with its short side scaled to 224 would be 5 Gpixel.
         if target[0] * target[1] > MAX_PIXELS:
             raise BadImageError(name, f"{height} x {width} would become {target[0]} x {target[1]}")
+        try:
+            check_memory(self._config, (height, width), target)
+        except ImageError as error:
+            raise BadImageError(name, str(error)) from None
         return target
 
     @staticmethod
@@ -100,10 +109,16 @@ class _DecodedImage(NamedTuple):
     pixels: NDArray[np.uint8]
 
 
-def compute_for(model: Veca, settings: Settings) -> ModelRunner:
+def compute_for(model: Veca, settings: Settings, reduction: Reduction | None = None) -> ModelRunner:
     """What computes the columns of a shard."""
-    what = ("cls", "patches") if settings.patches else ("cls",)
-    return ModelRunner(model, cores=settings.cores, what=what, dtype=settings.dtype)
+    return ModelRunner(
+        model,
+        cores=settings.cores,
+        what=settings.what,
+        dtype=settings.dtype,
+        width=settings.width,
+        reduce=reduction,
+    )
 
 
 def embed_shards(
@@ -118,6 +133,7 @@ def embed_shards(
     at_once: int,
     strict: bool = False,
     on_images: Callable[[int], None] = lambda count: None,
+    writer: _RowWriter | None = None,
 ) -> Iterator[ShardRecord]:
     """Work through some shards, in order; yields each when it is on the disk.
 
@@ -125,8 +141,9 @@ def embed_shards(
         at_once: batches computed at the same time, each by one thread.
         strict: stop at the first image that cannot be read.
         on_images: called with the number of images that were just finished.
+        writer: what takes the rows; by default it makes the shards.
     """
-    writer = ParquetWriter(folder, settings, shards)
+    writer = writer or ParquetWriter(folder, settings, shards)
 
     def fail(row: PlannedRow, reason: str) -> None:
         if strict and reason != NOT_THERE:
@@ -165,6 +182,75 @@ def embed_shards(
         yield from writer.finished()
         if trouble is not None:
             raise trouble
+
+
+class _RowWriter(CollectionWriter[PlannedRow], Protocol):
+    def finished(self) -> Iterator[ShardRecord]:
+        """The shards that were put on the disk since the last time."""
+
+
+class _SampleWriter:
+    """Keeps what PCA is fitted to."""
+
+    def __init__(self, what: Sequence[str]) -> None:
+        self._found: dict[int, dict[str, Any]] = {}
+        self._what = what
+
+    def has(self, item: PlannedRow) -> bool:
+        return False
+
+    def add(self, results: Sequence[Result[PlannedRow]]) -> None:
+        for result in results:
+            self._found[result.item.number] = result.arrays
+
+    def fail(self, item: PlannedRow, reason: str) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def finished(self) -> Iterator[ShardRecord]:
+        return iter(())
+
+    def fit(self, dimensions: int) -> Reduction:
+        sample = Sample(self._what)
+        for place in sorted(self._found):
+            sample.add(self._found[place])
+        return sample.fit(dimensions)
+
+
+def fit_reduction(
+    dimensions: int,
+    source: ImageSource,
+    model: Veca,
+    settings: Settings,
+    *,
+    decode_ahead: DecodeAhead,
+    at_once: int,
+) -> Reduction:
+    """The principal components of the first images of a source, computed as its shards will be."""
+    count = min(pca.sample_size(dimensions), len(source))
+    names = Names.of(source.name(i) for i in range(count))
+    plan = Plan([names], [np.arange(count)], count)
+    exact = replace(settings, dtype="float32", pca=None)
+    writer = _SampleWriter(settings.what)
+    with evaluating(model):
+        for _ in embed_shards(
+            list(plan.shards()),
+            plan,
+            source,
+            compute_for(model, exact),
+            exact,
+            Path(),
+            decode_ahead=decode_ahead,
+            at_once=at_once,
+            writer=writer,
+        ):
+            pass
+    return writer.fit(dimensions)
 
 
 def _decoded(

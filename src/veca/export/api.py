@@ -16,7 +16,7 @@ from veca._util import files
 from veca.checks import check_budget, check_model
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
-from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, trace
+from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
 from veca.model import Veca
 from veca.version import __version__
 from veca.weights import weights_hash
@@ -139,7 +139,7 @@ def _keep(
     temporary: Path, path: Path, facts: dict[str, Any], size: Size | None, checks: list[Any]
 ) -> Exported:
     """Put a file that passed its checks in place, and the report beside it."""
-    report = path.with_suffix(path.suffix + ".json")
+    report = report_of(path)
     entry = Exported(
         path=path,
         report=report,

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -126,3 +127,8 @@ def quiet() -> Iterator[None]:
         finally:
             for logger, level in zip(loggers, levels, strict=True):
                 logger.setLevel(level)
+
+
+def report_of(path: Path) -> Path:
+    """The report beside an exported file."""
+    return path.with_suffix(path.suffix + ".json")

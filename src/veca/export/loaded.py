@@ -9,13 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from veca._util.device import usable_device
+from veca._util.files import read_json
 from veca.checks import check_budget, check_finite, check_images
 from veca.config import VecaConfig
-from veca.errors import ConfigError, ExportError, InputError
-from veca.export.graph import MIN_SIDE
+from veca.errors import ExportError, InputError
+from veca.export.graph import MIN_SIDE, report_of
 from veca.export.onnx_file import OnnxRunner
 from veca.export.torch_file import TorchRunner
 from veca.model import VecaOutput
+from veca.weights.store import file_hash
 
 
 class ExportedModel:
@@ -30,6 +32,7 @@ class ExportedModel:
 
     def __init__(self, path: str | os.PathLike[str], *, device: str = "cpu") -> None:
         self.path = Path(path).expanduser()
+        _check_report(self.path)
         self._run: OnnxRunner | TorchRunner
         if self.path.suffix == ".onnx":
             self._run = OnnxRunner(self.path, device)
@@ -43,7 +46,7 @@ class ExportedModel:
             self.cores = None if self.facts["cores"] == "any" else int(self.facts["cores"])
             size = self.facts["size"]
             self.size = None if size == "dynamic" else (int(size[0]), int(size[1]))
-        except (KeyError, TypeError, ValueError, IndexError, ConfigError) as error:
+        except (KeyError, TypeError, ValueError, LookupError, OverflowError) as error:
             raise ExportError(
                 f"{path} does not say what it is, so `veca export` did not write it; run it with "
                 "onnxruntime or torch.export directly."
@@ -74,6 +77,19 @@ class ExportedModel:
             )
         out = self._run(images, budget)
         return VecaOutput(out["core_tokens"], out["patches"], out["core_xy"], grid)
+
+
+def _check_report(path: Path) -> None:
+    """Refuse a file that is not the one of the report beside it; without a report, nothing."""
+    report = report_of(path)
+    if not report.exists() or not path.is_file():
+        return
+    recorded = read_json(report, ExportError).get("sha256")
+    if isinstance(recorded, str) and recorded != file_hash(path):
+        raise ExportError(
+            f"{path} is not the file of {report.name} beside it (its sha256 is another): it is "
+            "damaged, or was changed since; export it again, or delete that report."
+        )
 
 
 def load_exported(path: str | os.PathLike[str], *, device: str = "cpu") -> ExportedModel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from veca._util.extras import require
+from veca._util.files import open_file, parse_json
 from veca.config import VecaConfig
 from veca.errors import ExportError, InputError
 from veca.export.graph import OUTPUTS, quiet
@@ -23,6 +26,12 @@ METADATA = "veca"
 
 LIMIT = 2**31 - 1  # a protobuf message, which an ONNX file is, cannot be larger
 _ROOM = 16 * 2**20  # for everything that is not weights
+
+SEAL = "veca_sha256"
+"""The key of the sha256 of the whole file, with zeros in the place of this hash."""
+
+_DIGITS = 64
+_BEFORE_SEAL = SEAL.encode() + bytes([0x12, _DIGITS])  # the value is the entry's second field
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
@@ -84,9 +93,33 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
     facts["opset"] = max(entry.version for entry in proto.opset_import if not entry.domain)
     entry = proto.metadata_props.add()
     entry.key, entry.value = METADATA, json.dumps(facts)
+    entry = proto.metadata_props.add()
+    entry.key, entry.value = SEAL, "0" * _DIGITS
     onnx.checker.check_model(proto)
+    content = bytearray(proto.SerializeToString())
+    place = content.rindex(_BEFORE_SEAL) + len(_BEFORE_SEAL)
+    content[place : place + _DIGITS] = hashlib.sha256(content).hexdigest().encode()
     with path.open("wb") as file:
-        file.write(proto.SerializeToString())
+        file.write(content)
+
+
+def check_seal(path: Path) -> None:
+    """Refuse a file that is not what was written; one without a hash, as of 0.1, passes."""
+    with open_file(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        place = content.rfind(_BEFORE_SEAL)
+        if place < 0:
+            return
+        place += len(_BEFORE_SEAL)
+        recorded, end = content[place : place + _DIGITS], place + _DIGITS
+        with memoryview(content) as whole, whole[:place] as before, whole[end:] as after:
+            digest = hashlib.sha256(before)
+            digest.update(b"0" * _DIGITS)
+            digest.update(after)
+    if recorded != digest.hexdigest().encode():
+        raise ExportError(
+            f"{path} is not what was exported (its sha256 differs from the one recorded in it); "
+            "export it again."
+        )
 
 
 def _repeat_interleave(self: Any, repeats: Any, dim: Any = None, output_size: Any = None) -> Any:
@@ -215,8 +248,15 @@ class OnnxRunner:
         options = runtime.SessionOptions()
         options.log_severity_level = 4  # what goes wrong is raised; no need to print it as well
         options.intra_op_num_threads = torch.get_num_threads()
-        if not Path(path).is_file():
+        if not Path(path).exists():
             raise InputError(f"there is no file {path}.")
+        try:
+            check_seal(Path(path))
+        except (OSError, ValueError) as error:  # ValueError: an empty file has no map
+            if isinstance(error, ExportError):
+                raise
+            raise ExportError(f"cannot read {path} ({error}); export it again.") from error
+        self._path = path
         try:
             self.session = runtime.InferenceSession(os.fspath(path), options, providers=[provider])
         except Exception as error:  # onnxruntime's own classes share no base
@@ -231,7 +271,8 @@ class OnnxRunner:
     def facts(self) -> dict[str, Any]:
         """What the file says of itself; empty if it was not made by `export_model`."""
         held = self.session.get_modelmeta().custom_metadata_map.get(METADATA)
-        return {} if held is None else json.loads(held)
+        where = f"{METADATA} in the metadata of {self._path}"
+        return {} if held is None else parse_json(held, where, ExportError)
 
     def __call__(self, images: Tensor, cores: int | None = None) -> dict[str, Tensor]:
         values: dict[str, Any] = {"images": images.detach().to("cpu", torch.float32).numpy()}

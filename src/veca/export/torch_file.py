@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veca._util.archives import check_stored
+from veca._util.files import parse_json
 from veca.errors import ExportError, InputError
 from veca.export.graph import quiet
 
@@ -21,6 +22,7 @@ FACTS = "veca.json"
 """The name under which a file holds its facts, as JSON."""
 
 _LIST = re.compile(r"data/(weights|constants)/model_\w+_config\.json")
+_TENSOR = re.compile(r"/data/(weights|constants)/(weight|tensor)_\d+$")
 _KNOWN = re.compile(
     r"models/model\.json|data/(weights|constants)/((weight|tensor)_\d+|model_\w+_config\.json)|"
     r"extra/veca\.json|archive_(format|version)|byteorder|\.[\w/]+"
@@ -64,7 +66,7 @@ class TorchRunner:
 
                 program = move_to_device_pass(program, device)
         self.device = torch.device(device)
-        self.facts: dict[str, Any] = json.loads(facts[FACTS] or "{}")
+        self.facts = parse_json(facts[FACTS] or "{}", f"{FACTS} in {path}", ExportError)
         self._open_budget = self.facts.get("cores") == "any"
         self._module = program.module()
 
@@ -76,28 +78,32 @@ class TorchRunner:
             return self._module(*args)
 
 
+def _is_no_tensor(name: str) -> bool:
+    return not _TENSOR.search(name)
+
+
 def _refuse_strangers(path: Path) -> None:
     """Refuse an archive with anything in it but JSON, bare tensors and what torch adds itself.
 
     The rest (pickles, compiled libraries) could run code when it is read.
     """
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"there is no file {path}.")
+    held = check_stored(path, "a program of torch.export", ExportError, _is_no_tensor)
+    entries = {name.partition("/")[2]: data for name, data in held.items()}
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = {e.filename.partition("/")[2]: e for e in archive.infolist()}
-            configs = [json.loads(archive.read(e)) for n, e in entries.items() if _LIST.search(n)]
+        configs = [json.loads(data) for name, data in entries.items() if _LIST.search(name)]
         pickled = [
             name
             for config in configs
             for name, entry in config["config"].items()
             if entry["use_pickle"]
         ]
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ExportError(
             f"{path} is not a program of torch.export ({error}); export it again."
         ) from error
-    strange = [n for n, e in entries.items() if not _KNOWN.fullmatch(n) and e.file_size]
+    strange = [name for name, data in entries.items() if data and not _KNOWN.fullmatch(name)]
     if pickled or strange or "models/model.json" not in entries:
         what = (*pickled, *strange, "no program")[0]
         raise ExportError(

@@ -5,9 +5,10 @@ takes, and `find` lists files. Only Pillow, numpy and torch are used. Sizes are 
 (height, width) in pixels.
 """
 
+from veca._util.files import open_file
 from veca.images.find import EXTENSIONS, find_images
 from veca.images.fit import FITS, Size, check_size, target_size
-from veca.images.read import MAX_PIXELS, Source, open_file, read_image
+from veca.images.read import MAX_PIXELS, Source, read_image
 from veca.images.transform import (
     IMAGENET_MEAN,
     IMAGENET_STD,

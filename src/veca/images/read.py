@@ -6,12 +6,13 @@ Colour profiles (ICC) are not applied: CMYK and LAB are converted with Pillow's 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
-import stat
 import threading
 import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -19,6 +20,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from veca._util.files import open_file
+from veca._util.room import room_for
 from veca.errors import ImageError, whole
 
 MAX_PIXELS = 178_956_970
@@ -36,6 +39,10 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_PNG = b"\x89PNG\r\n\x1a\n"
+_BAND = 2**22  # pixels that are converted at a time
+_WORKING = {"WEBP": 12, "TIFF": 4}
+"""Bytes a pixel that a decoder holds beside the pixels themselves."""
 # `warnings.catch_warnings` changes process-wide state: two reader threads must not interleave.
 _OPEN_LOCK = threading.Lock()
 
@@ -55,7 +62,9 @@ def read_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     greyscale (mode F) as 0..1; values outside that range are an error, never clipped. Of a file
     with several frames the first is read; of a Pillow image the frame it stands at.
 
-    An image of more than `max_pixels` is refused before it is decoded. Above twice
+    An image of more than `max_pixels`, of a WebP four sevenths of that, is refused before it is
+    decoded. Large images are decoded a few at a time, however many threads read: see
+    `veca._util.room`. Above twice
     `PIL.Image.MAX_IMAGE_PIXELS` Pillow's own limit has to be raised as well, by the caller.
 
     Raises:
@@ -75,19 +84,33 @@ def name_of(source: object, index: int | None = None) -> str:
     return f"<{type(source).__name__}{place}>"
 
 
-def read_named(source: Source, name: str, max_pixels: int) -> Image.Image:
-    """`read_image`, with what messages are to call the source."""
+def read_named(
+    source: Source, name: str, max_pixels: int, *, keep_source: bool = True
+) -> Image.Image:
+    """`read_image`, with what messages are to call the source.
+
+    Args:
+        keep_source: leave a Pillow image as it is; without, it may be used up.
+    """
     try:
         with contextlib.ExitStack() as stack:
+            copy = False
             if isinstance(source, Image.Image):
-                image = source
+                image, copy = source, keep_source
                 _check_depth(image)
             elif isinstance(source, (np.ndarray, Tensor)):
                 image = _from_array(source)
             else:
                 image = _open(_stream(source, stack))
-            check_area(image.width, image.height, max_pixels)
-            return _to_rgb(_upright(image))
+                if image.format == "PNG":
+                    # Not the source: Pillow has read it whole if it is a stream.
+                    check_chunks(image.fp)  # type: ignore[attr-defined]
+            most = (
+                max_pixels * 4 // 7 if image.format == "WEBP" else max_pixels
+            )  # takes more memory
+            check_area(image.width, image.height, most)
+            with room_for(_decoded_bytes(image)):
+                return _to_rgb(_upright(image, copy))
     except ImageError as error:
         raise ImageError(f"{name}: {error}") from error.__cause__
     except Image.DecompressionBombError as error:
@@ -132,15 +155,6 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
     return cast(BinaryIO, source)
 
 
-def open_file(path: Path) -> BinaryIO:
-    """Open a file to be read. A pipe or a device, which might wait for ever, is an OSError."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        reason = "a pipe, a device or a socket, where a file was expected"
-        raise OSError(errno.EINVAL, reason, str(path))
-    return path.open("rb")
-
-
 def _open(stream: BinaryIO) -> Image.Image:
     """Parse the header; no pixel is decoded yet."""
     try:
@@ -156,6 +170,38 @@ def _open(stream: BinaryIO) -> Image.Image:
             f"not an image in a format read here ({', '.join(_FORMATS)}), or its header is "
             f"damaged; convert it to PNG or JPEG"
         ) from error
+
+
+def check_chunks(stream: BinaryIO) -> None:
+    """ValueError for a PNG of which any part, up to the last, is not as its checksum says.
+
+    Pillow looks at most of them, but not at those of the pixels, nor at what follows.
+    """
+    place = stream.tell()
+    stream.seek(len(_PNG))
+    kind = b""
+    while kind != b"IEND":
+        head = stream.read(8)
+        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        checksum = zlib.crc32(kind)
+        while length and (part := stream.read(min(length, 2**20))):
+            checksum, length = zlib.crc32(part, checksum), length - len(part)
+        recorded = stream.read(4)
+        if length or len(recorded) < 4:
+            raise ValueError("it ends before its last part")
+        if int.from_bytes(recorded, "big") != checksum:
+            raise ValueError(f"wrong checksum of its part {kind.decode('ascii', 'replace')}")
+    stream.seek(place)
+
+
+def _decoded_bytes(image: Image.Image) -> int:
+    """About what the memory will grow by while an image is decoded and made upright RGB."""
+    stored = 1 if image.mode in ("1", "L", "P") else 4
+    each = stored + _WORKING.get(image.format or "", 0)
+    if image.info.get("progressive"):
+        each += 6  # its coefficients, all of them before the first pixel
+    each += 4  # turned, or converted; never both at once
+    return image.width * image.height * each
 
 
 def check_area(width: int, height: int, max_pixels: int) -> None:
@@ -207,8 +253,8 @@ def _from_array(source: np.ndarray[Any, Any] | Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(source))
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Return a copy, turned as its EXIF orientation says.
+def _upright(image: Image.Image, copy: bool) -> Image.Image:
+    """Return an image, turned as its EXIF orientation says; a copy if need be.
 
     Not ImageOps.exif_transpose: that fails on a photo with good pixels and a broken EXIF block.
     """
@@ -217,7 +263,12 @@ def _upright(image: Image.Image) -> Image.Image:
         turn = _TURNS.get(image.getexif().get(0x0112, 1))
     except Exception:  # unreadable EXIF data says nothing about the orientation
         turn = None
-    return image.copy() if turn is None else image.transpose(turn)
+    if turn is not None:
+        upright = image.transpose(turn)
+        if not copy:
+            image.close()  # the pixels as they lay, which are no longer needed
+        return upright
+    return image.copy() if copy else image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -227,14 +278,40 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     elif image.mode == "La":  # Pillow converts premultiplied grey to LA only
         image = image.convert("LA")
     if image.has_transparency_data:
-        rgba = image.convert("RGBA")
-        image = Image.new("RGBA", rgba.size, "white")
-        image.alpha_composite(rgba)
+        image = _in_bands(image, "RGB", _on_white)
     if image.mode != "RGB":
         image = image.convert("RGB")
+    if type(image) is not Image.Image:  # the class of a file's format, which knows its file
+        image = image._new(image.im)
     # Stale keys (a transparent colour, an orientation) would act again on a second read.
     image.info.clear()
     return image
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    rgba = image.convert("RGBA")
+    white = Image.new("RGBA", rgba.size, "white")
+    white.alpha_composite(rgba)
+    return white.convert("RGB")
+
+
+def _in_bands(
+    image: Image.Image, mode: str, change: Callable[[Image.Image], Image.Image]
+) -> Image.Image:
+    """What `change` makes of an image, pixel by pixel; in strips, so that it is not there twice."""
+    if image.width * image.height <= _BAND:
+        return change(image)
+    whole = Image.new(mode, image.size)
+    for top, part in _bands(image):
+        whole.paste(change(part), (0, top))
+    return whole
+
+
+def _bands(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
+    """An image in strips of a few megapixels, each with the row it begins at."""
+    rows = max(1, _BAND // image.width)
+    for top in range(0, image.height, rows):
+        yield top, image.crop((0, top, image.width, min(top + rows, image.height)))
 
 
 def _to_grey8(image: Image.Image) -> Image.Image:
@@ -242,20 +319,25 @@ def _to_grey8(image: Image.Image) -> Image.Image:
 
     Pillow's own convert() clips instead: everything above 255 would turn white.
     """
-    values = np.asarray(image)
-    low, high = values.min().item(), values.max().item()
+    limits = [(x.min(), x.max()) for x in (np.asarray(part) for _, part in _bands(image))]
+    low, high = np.min(limits).item(), np.max(limits).item()  # NaN if there is any
     top = 1 if image.mode == "F" else 65535
     if not 0 <= low <= high <= top:  # also false for NaN
         raise ImageError(
             f"greyscale of mode {image.mode} holds values {low:g}..{high:g}, expected 0..{top}; "
             f"rescale it to 8 bit before reading it here"
         )
+    # A 16-bit PNG may declare one grey as transparent.
+    return _in_bands(image, "L", partial(_grey8, transparent=image.info.get("transparency")))
+
+
+def _grey8(image: Image.Image, *, transparent: object) -> Image.Image:
+    values = np.asarray(image)
     if image.mode == "F":
         grey = np.rint(values * 255.0).astype(np.uint8)
     else:
         grey = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)  # 65535 / 255 == 257
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):  # a 16-bit PNG may declare one grey as transparent
+    if isinstance(transparent, int):
         grey[values == transparent] = 255
     return Image.fromarray(grey)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -13,7 +14,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.errors import ImageError, check_choice
+from veca._util.memory import forward_bytes, too_large
+from veca.config import DEFAULT_SIZE
+from veca.errors import ImageError, VecaWarning, check_choice
 from veca.images.fit import FITS, Size, check_size, scaled_size, target_size
 from veca.images.read import MAX_PIXELS, Source, check_area, name_of, positive, read_named
 
@@ -102,7 +105,7 @@ class Preprocessed:
 
 def preprocess(
     images: Source | Iterable[Source],
-    size: Size = None,
+    size: Size = DEFAULT_SIZE,
     *,
     model: object = None,
     fit: str = "resize",
@@ -117,10 +120,12 @@ def preprocess(
     Mean, deviation and patch size are those that `model` wants, unless they are given: a model of
     this package or its configuration. Without one they are ImageNet's, and 16.
 
-    `size` and `fit` mean what they mean in `target_size`. Images are resampled at most once
-    (bicubic, antialiased). "pad" adds the mean colour (0 once normalised) at the right and the
-    bottom, see `valid`; "crop" cuts less than one patch from each dimension, half on either side,
-    see `crop_box`. `max_pixels` holds before decoding and for the fitted image.
+    `size` and `fit` mean what they mean in `target_size`: the short side, by default
+    `veca.config.DEFAULT_SIZE`, (height, width), or None for each image's own.
+    Images are resampled at most once (bicubic, antialiased). "pad" adds the mean colour (0 once
+    normalised) at the right and the bottom, see `valid`; "crop" cuts less than one patch from each
+    dimension, half on either side, see `crop_box`. `max_pixels` holds before decoding
+    and for the fitted image.
 
     With on_error="skip" images that cannot be read are left out and listed in `skipped`; images
     that can be read but not fitted still raise.
@@ -152,7 +157,7 @@ def preprocess(
             skipped.append((name, str(error)))
             continue
         try:
-            pixels, box = _scale_and_crop(image, size, fit, patch, limit)
+            pixels, box = _scale_and_crop(image, size, fit, patch, limit, model)
         except ImageError as error:
             raise ImageError(f"{name}: {error}") from None
         names.append(name)
@@ -178,6 +183,26 @@ def preprocess(
         raise ImageError(f"none of {len(skipped)} images can be read; the first: {skipped[0][1]}")
     grid = (batch[0].shape[1] // patch, batch[0].shape[2] // patch)
     return Preprocessed(torch.stack(batch), grid, names, originals, valids[0], boxes, skipped)
+
+
+def check_memory(model: Any, original: tuple[int, int], final: tuple[int, int]) -> None:
+    """Refuse an image that a model (or its configuration) has no memory for, before it is fitted.
+
+    Sizes are (height, width). One that takes more than half of it is a warning.
+    """
+    needed = forward_bytes(getattr(model, "config", model), *final)
+    device = getattr(model, "device", "cpu")
+    much = too_large(needed, device, share=0.5)
+    if much is None:
+        return
+    (h, w), (height, width) = original, final
+    says = (
+        f"an image of {h} x {w}, fitted to {height} x {width} pixels, needs {much}; use a smaller "
+        "size, or (height, width), which gives long strips another shape"
+    )
+    if too_large(needed, device):
+        raise ImageError(says)
+    warnings.warn(f"{says}.", VecaWarning, stacklevel=2)
 
 
 def _wanted_by(model: object) -> tuple[int, Sequence[float], Sequence[float]]:
@@ -207,12 +232,14 @@ def _named(images: Source | Iterable[Source]) -> Iterator[tuple[str, Source]]:
 
 
 def _scale_and_crop(
-    image: Image.Image, size: Size, fit: str, patch: int, max_pixels: int
+    image: Image.Image, size: Size, fit: str, patch: int, max_pixels: int, model: object = None
 ) -> tuple[Tensor, Box]:
     """Return the pixels to show, [3, h, w] in 0..1 and not yet padded, and the box they are."""
     final = target_size(image.height, image.width, size, fit, patch)
     # A sliver of 1 x 100,000 pixels with its short side scaled to 224 would be 5 Gpixel.
     check_area(final[1], final[0], max_pixels)
+    if model is not None:
+        check_memory(model, (image.height, image.width), final)
     scaled = final if fit == "resize" else scaled_size(image.height, image.width, size, patch)
     if scaled != (image.height, image.width):
         image = image.resize((scaled[1], scaled[0]), Image.Resampling.BICUBIC)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from veca._util.extras import require
 from veca.checks import check_budget
-from veca.config import PRESETS, VecaConfig
+from veca.config import DEFAULT_SIZE, PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
 from veca.model import Veca
 from veca.weights import load, names, read_config
@@ -29,6 +29,7 @@ POOLS = ("token", "avg", "max", "")
 """The first core, the mean or the maximum of the patches, or no pooling."""
 FORMATS = ("NCHW", "NLC")
 
+_STEM = "patch_embed.weight"
 _BUDGET = "veca_cores"  # on tokens of `forward_features`: how many of them are cores
 
 default_cfgs: dict[str, Any] = {}  # filled by `register`; timm looks for it under this name
@@ -82,6 +83,11 @@ class TimmVeca(nn.Module):
         self.global_pool = "token"
         self.reset_classifier(num_classes, global_pool)
         self.pretrained_cfg = self.default_cfg = pretrained_cfg(config)
+
+    @property
+    def in_chans(self) -> int:
+        """Channels of the images."""
+        return self.veca.config.in_channels
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -273,7 +279,7 @@ def take_indices(count: int, indices: int | Sequence[int] | None) -> tuple[list[
 
 def pretrained_cfg(config: VecaConfig) -> dict[str, Any]:
     """What timm's data pipeline wants to know."""
-    side = 16 * config.patch_size
+    side = DEFAULT_SIZE // config.patch_size * config.patch_size
     return {
         "input_size": (config.in_channels, side, side),
         "fixed_input_size": False,
@@ -326,6 +332,8 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         source: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
         in_chans: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> TimmVeca:
         for ignored in ("img_size", "dynamic_img_size"):  # every size works
@@ -336,14 +344,19 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
             stored = read_config(source)
         changes = {"in_channels": in_chans, "dropout": dropout}
         changes = {k: v for k, v in changes.items() if v is not None and v != getattr(stored, k)}
-        if source is not None and "in_channels" in changes:
+        if "in_channels" in changes and source is not None and stored.in_channels != 3:
             raise InputError(
                 f"the weights {os.fspath(source)!r} are for {stored.in_channels} channels, got "
                 f"in_chans={in_chans}; leave pretrained out for another number."
             )
-        model = TimmVeca(stored.replace(**changes), **options)
+        with contextlib.nullcontext() if device is None else torch.device(device):
+            model = TimmVeca(stored.replace(**changes), **options).to(dtype=dtype)
         if source is not None:
-            model.veca.load_state_dict(load(source).state_dict())
+            weights = load(source).state_dict()
+            if "in_channels" in changes:  # colours summed up for grey, repeated for more, as ever
+                adapt = importlib.import_module("timm.models").adapt_input_conv
+                weights[_STEM] = adapt(in_chans, weights[_STEM])
+            model.veca.load_state_dict(weights)
         if model.veca.config != PRESETS[name]:
             # For save_for_hf, which stores it; it comes back as `config` when that is loaded.
             model._model_args = {"config": model.veca.config.to_dict()}

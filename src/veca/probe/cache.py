@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from veca._util.cache import cache_folder
-from veca._util.files import atomic_write, atomic_write_json
+from veca._util.files import atomic_write, atomic_write_json, remove_leftovers
 from veca.embed.writers import BackgroundWrites, Result
 from veca.errors import ProbeError
 
@@ -57,6 +57,7 @@ class Entry:
         self.damaged: list[str] = []
         """What was wrong with parts that had to be computed again."""
         self._files: OrderedDict[int, Any] = OrderedDict()
+        remove_leftovers(self.folder.glob(".*.tmp"))
 
     @property
     def parts(self) -> range:

@@ -19,11 +19,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from veca._util.cache import mark_used, shrink_cache
 from veca.embed.pipeline import ShapeBatches, as_written, read_ahead
 from veca.embed.writers import BackgroundWrites, Result
 from veca.errors import InputError, ProbeError
 from veca.probe.backbone import Backbone, guarded_features
-from veca.probe.cache import Array, Arrays, CacheWriter, Entry, MemoryCache, digest, memory_to_use
+from veca.probe.cache import (
+    Array,
+    Arrays,
+    CacheWriter,
+    Entry,
+    MemoryCache,
+    default_folder,
+    digest,
+    memory_to_use,
+)
 from veca.probe.datasets import Dataset
 from veca.probe.protocol import Extract
 from veca.probe.views import Shown, Tile, View, to_unit
@@ -195,6 +205,10 @@ def extract(
                 progress(done, total)
         for job in jobs:
             job.writer.finish()
+    for job in jobs:
+        mark_used(job.entry.folder)
+    if cache is not None and Path(cache).expanduser() == default_folder():
+        shrink_cache(keep=[job.entry.folder for job in jobs])
     return [Stored(job.entry, job.want.kind) for job in jobs]
 
 

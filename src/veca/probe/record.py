@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from veca._util.files import atomic_write_json
+from veca._util.files import atomic_write_json, read_json
 from veca.errors import ProbeError
 from veca.probe.intervals import Interval
 from veca.probe.metrics import HIGHER_IS_BETTER, PRIMARY
@@ -120,7 +119,7 @@ class Run:
             run = cls(**fields)
             for row in run.rows:
                 run.score(row)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise ProbeError(f"{where} is not complete ({error}); run the probe again.") from error
         return run
 
@@ -176,13 +175,7 @@ def read_run(path: str | Path) -> Run:
     """A `results.json`, or the one in a folder."""
     file = Path(path)
     file = file / RESULTS if file.is_dir() else file
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ProbeError(f"{file}: cannot be read ({error.strerror or error}).") from error
-    except ValueError as error:
-        raise ProbeError(f"{file}: is not JSON ({error}); run the probe again.") from error
-    return Run.from_dict(table, str(file))
+    return Run.from_dict(read_json(file, ProbeError), str(file))
 
 
 def find_runs(folder: str | Path) -> list[tuple[Path, Run]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def depthwise(x: Tensor, weight: Tensor, bias: Tensor, stride: int, pad: int) ->
     columns = batch * out_width
     rows = ROWS if stride == 1 else ROWS // 2
     grid = (-(-columns // BLOCK) * -(-channels // CHANNELS) * -(-out_height // rows),)
-    importlib.import_module("veca.teachers.convolution_kernels").depthwise_kernel[grid](
+    _kernels().depthwise_kernel[grid](
         x,
         weight,
         bias,
@@ -83,9 +84,7 @@ def stem(pixels: Tensor, weight: Tensor, bias: Tensor, pad: int, mean: float, st
     out_height, out_width = _halved(height, 2), _halved(width, 2)
     out = weight.new_empty(batch, out_height, out_width, channels)
     count = batch * out_height * out_width
-    importlib.import_module("veca.teachers.convolution_kernels").stem_kernel[
-        (-(-count // STEM_BLOCK),)
-    ](
+    _kernels().stem_kernel[(-(-count // STEM_BLOCK),)](
         pixels,
         weight.permute(1, 2, 3, 0).contiguous(),
         bias,
@@ -103,6 +102,10 @@ def stem(pixels: Tensor, weight: Tensor, bias: Tensor, pad: int, mean: float, st
         num_warps=STEM_WARPS,
     )
     return out
+
+
+def _kernels() -> Any:
+    return importlib.import_module("veca.teachers.convolution_kernels")
 
 
 def _halved(size: int, stride: int) -> int:

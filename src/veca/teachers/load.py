@@ -110,6 +110,7 @@ def _find(spec: object, cores: int | None, options: dict[str, Any]) -> Teacher:
         return _by_scheme(scheme, rest, spec, cores, options)
     path = Path(spec).expanduser()
     if names.exists(path):
+        names.say_shadowed(spec)
         return _from_path(path, spec, cores, options)
     if hub.is_repo(spec):
         return _from_folder(ModelFolder.from_hub(spec), spec, options)
@@ -160,6 +161,7 @@ def _by_scheme(
         return load_dense_vit(rest)
     path = Path(rest).expanduser()
     if names.exists(path):
+        names.say_shadowed(rest)
         _require_folder(path)
         folder = ModelFolder.local(path)
     elif hub.is_repo(rest):

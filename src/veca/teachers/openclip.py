@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from veca.teachers.base import TeacherError
 from veca.teachers.folder import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, ModelFolder
 from veca.teachers.huggingface import CLIP_MEAN, CLIP_STD, ClipTeacher, find_class, load_pretrained
+from veca.weights import pickled
+from veca.weights.tensors import read_file
 
 _HEAD_WIDTH = 64
 _PREFIX = "visual."
@@ -98,15 +99,15 @@ def _settings(config: Mapping[str, Any], label: str) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise TeacherError(f"cannot read {path} ({error}); fetch it again.") from error
-    return dict(state.get("state_dict", state))
+    if path.suffix == ".safetensors":
+        return read_file(path, TeacherError)[0]
+    content = pickled.read(path, "weights", TeacherError)
+    state = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    if not isinstance(state, Mapping):
+        raise TeacherError(f"{path} holds a {type(state).__name__}, not a dict of tensors.")
+    tensors = {str(name): x for name, x in state.items() if isinstance(x, Tensor)}
+    pickled.check_sizes(tensors, path, TeacherError)
+    return tensors
 
 
 def _visual(state: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:

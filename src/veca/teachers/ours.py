@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from veca._util import files
@@ -21,7 +20,7 @@ from veca.errors import ConfigError, WeightsError
 from veca.model import Veca
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError, weight_and_bias
 from veca.weights import load, read_provenance
-from veca.weights.tensors import content_hash, write_file
+from veca.weights.tensors import content_hash, opened, read_file, write_file
 
 DENSE_TYPE = "dense-vit"
 TENSORS = "model.safetensors"
@@ -117,9 +116,9 @@ def is_dense_vit(path: Path) -> bool:
     """Whether `save_dense_vit` wrote this file, or one in this folder."""
     file = path / TENSORS if path.is_dir() else path
     try:
-        with safe_open(file, framework="pt") as opened:
-            return _HEADER in (opened.metadata() or {})
-    except (SafetensorError, OSError):
+        with opened(file) as tensors:
+            return _HEADER in (tensors.metadata() or {})
+    except (SafetensorError, OSError, ValueError):
         return False
 
 
@@ -129,19 +128,18 @@ def read_dense_vit(path: str | os.PathLike[str]) -> tuple[DenseVit, dict[str, An
     file = place / TENSORS if place.is_dir() else place
     if not file.is_file():
         raise TeacherError(f"there is no {file}; save_dense_vit writes such a file.")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            metadata = opened.metadata() or {}
-        fields = json.loads(metadata.get(_HEADER, "{}"))
-        provenance = json.loads(metadata.get(_PROVENANCE, "{}"))
-        state = load_file(file)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise TeacherError(f"cannot read {file} ({error}); fetch or write it again.") from error
+    state, metadata = read_file(file, TeacherError)
+    fields = files.parse_json(metadata.get(_HEADER, "{}"), file, TeacherError)
+    provenance = files.parse_json(metadata.get(_PROVENANCE, "{}"), file, TeacherError)
     if fields.pop("model_type", None) != DENSE_TYPE:
         raise TeacherError(f"{file} holds no dense ViT; save_dense_vit writes such a file.")
     try:
-        model = DenseVit(VecaConfig.from_dict(fields))
-        model.load_state_dict(state)
+        config = VecaConfig.from_dict(fields)
+        if config.depth > len(state):
+            raise ConfigError(f"{len(state)} tensors are too few for {config.depth} blocks")
+        with torch.device("meta"):  # a silly width must not be built
+            model = DenseVit(config)
+        model.load_state_dict({name: t.float() for name, t in state.items()}, assign=True)
     except (ConfigError, RuntimeError) as error:
         raise TeacherError(
             f"{file}: the tensors do not fit its configuration ({error}); write it again."

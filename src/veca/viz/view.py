@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.checks import check_budget, check_layers
+from veca.config import DEFAULT_SIZE
 from veca.errors import InputError
 from veca.images import Size, Source, read_image
 from veca.model import Veca, evaluating
@@ -44,7 +45,7 @@ class View:
         self,
         model: Veca,
         photo: Source,
-        size: Size = 512,
+        size: Size = DEFAULT_SIZE,
         *,
         name: str | None = None,
         height: int = 256,

@@ -14,7 +14,7 @@ from veca._util.device import usable_device
 from veca.config import PRESETS, VecaConfig, preset
 from veca.errors import ConfigError
 from veca.model import Veca
-from veca.weights import names, store
+from veca.weights import hub, names, store
 from veca.weights import tensors as ts
 from veca.weights.names import NAMED, available, find
 from veca.weights.official import convert_official, export_official, import_official
@@ -42,6 +42,7 @@ def load(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = torch.float32,
     backend: str = "auto",
+    revision: str | None = None,
 ) -> Veca:
     """A model with stored weights, in eval mode. Nothing in a file is ever executed.
 
@@ -51,7 +52,11 @@ def load(
             on this machine comes first.
         dtype: of the weights in memory; None keeps the stored one.
         backend: the attention backend, as in `create_model`.
+        revision: of a repository: a branch, a tag or, to pin it, the hash of a commit. The same as
+            `owner/name@revision`.
     """
+    if revision is not None:
+        source = hub.at_revision(source, revision)
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source)

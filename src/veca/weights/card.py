@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from veca._util.files import escaped
 from veca.config import PRESETS, VecaConfig
 from veca.cost import cost
+from veca.errors import shown
 
 FILE = "README.md"
 RESULTS, _NEXT = "## Results", "## Architecture"
@@ -25,6 +27,7 @@ def model_card(
     name: str = "path/to/weights",
     tags: Sequence[str] = (),
     results: str = "",
+    code: bool = False,
 ) -> str:
     """A README.md with the hub's header, written from the configuration and the provenance.
 
@@ -35,12 +38,14 @@ def model_card(
         name: what a reader passes to `from_pretrained` and `veca.load`.
         tags: for the header, besides the usual ones.
         results: Markdown for a section of that name.
+        code: the model's code lies beside the weights, for transformers to run.
     """
     provenance = dict(provenance or {})
+    tags = [*tags, "custom_code"] if code else tags
     parts = [
         _header(provenance, tags),
         _title(config, name, provenance.get("budgets")),
-        _use(config, name),
+        _use(config, name, code),
         *([f"{RESULTS}\n\n{results.strip()}\n"] if results.strip() else []),
         _architecture(config),
         _origin(provenance),
@@ -48,7 +53,7 @@ def model_card(
         "patches attend only to a few learned cores, kept in an order that makes every prefix of "
         "them a model of its own.\n",
     ]
-    return "\n".join(parts)
+    return escaped("\n".join(parts))
 
 
 def results_in(card: str) -> str:
@@ -67,11 +72,11 @@ def _header(provenance: Mapping[str, Any], tags: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _title(config: VecaConfig, name: str, budgets: Sequence[int] | None) -> str:
+def _title(config: VecaConfig, name: str, budgets: Any) -> str:
     size = next((preset for preset, known in PRESETS.items() if _same_network(known, config)), None)
     kind = f"`{size}`" if size else "a VECA network of its own size"
     trained = ""
-    if budgets and min(budgets) > 1:
+    if _are_sizes(budgets) and min(budgets) > 1:
         trained = (
             f" Trained with {min(budgets)} cores and more; smaller budgets run, but were not "
             "trained."
@@ -84,16 +89,21 @@ def _title(config: VecaConfig, name: str, budgets: Sequence[int] | None) -> str:
     )
 
 
+def _are_sizes(value: object) -> bool:
+    """Whether something that a file says is a list of whole numbers, at least one."""
+    return isinstance(value, (list, tuple)) and bool(value) and all(type(x) is int for x in value)
+
+
 def _same_network(a: VecaConfig, b: VecaConfig) -> bool:
     names = ("depth", "width", "heads", "ffn_ratio", "num_cores", "patch_size")
     return all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-def _use(config: VecaConfig, name: str) -> str:
+def _use(config: VecaConfig, name: str, code: bool) -> str:
     budget = min(32, config.num_cores)
     # transformers knows folders and hub ids; names are veca's own.
     place = name if "/" in name else f"path/to/{name}"
-    return f"""## Use
+    text = f"""## Use
 
 ```python
 import veca
@@ -116,6 +126,19 @@ out = model(**processor("photo.jpg", return_tensors="pt"), cores={budget})
 out.pooler_output, out.patches
 ```
 """
+    if code:
+        text += f"""
+Where veca is not installed, the code beside the weights does: transformers runs it if you say that
+you trust it. It has the same classes and numbers, without the package's kernels for GPUs.
+
+```python
+from transformers import AutoImageProcessor, AutoModel
+
+processor = AutoImageProcessor.from_pretrained("{place}", trust_remote_code=True)
+model = AutoModel.from_pretrained("{place}", dtype="float32", trust_remote_code=True)
+```
+"""
+    return text
 
 
 def _architecture(config: VecaConfig) -> str:
@@ -137,22 +160,19 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     if not provenance.keys() - {"code_version", "format_version", "tensors_sha256", "file_sha256"}:
         return "## Origin\n\nNot recorded with these weights.\n"
     rows: dict[str, Any] = {}
-    if provenance.get("derived_from"):
+    if isinstance(provenance.get("derived_from"), Mapping):
         rows["changed since"] = "these weights differ from those whose origin follows"
         source = provenance["derived_from"]
         provenance = {**source, **{k: v for k, v in provenance.items() if k != "derived_from"}}
     teachers = provenance.get("teachers") or [provenance.get("teacher")]
-    for teacher in teachers:
-        if isinstance(teacher, Mapping):
-            licence = teacher.get("licence", "unknown")
-            rows.setdefault("teacher", [])
-            rows["teacher"].append(f"{teacher.get('name', 'unnamed')} (licence: {licence})")
-        elif teacher:
-            rows["teacher"] = teacher
+    named = [_teacher(x) for x in (teachers if isinstance(teachers, list) else [teachers]) if x]
+    if named:
+        rows["teacher"] = named
     data = provenance.get("data")
     if isinstance(data, Mapping):
-        rows["data"] = f"{data.get('source', 'unnamed')}, {data.get('images', '?')} images"
-        rows["data"] += f" (licence: {data['licence']})" if data.get("licence") else ""
+        images = _text(data.get("images", "?"))
+        rows["data"] = f"{_text(data.get('source', 'unnamed'))}, {images} images"
+        rows["data"] += f" (licence: {_text(data['licence'])})" if data.get("licence") else ""
     elif data:
         rows["data"] = data
     for key, label in (("licence", "licence"), ("license", "licence"), ("budgets", "budgets")):
@@ -167,6 +187,13 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     return "## Origin\n\n" + _table(rows)
 
 
+def _teacher(said: Any) -> str:
+    if not isinstance(said, Mapping):
+        return said if isinstance(said, str) else shown(said)
+    name, licence = said.get("name", "unnamed"), said.get("licence", "unknown")
+    return f"{_text(name)} (licence: {_text(licence)})"
+
+
 def _table(rows: Mapping[str, Any]) -> str:
     lines = ["| | |", "|---|---|"]
     lines += [f"| {_cell(key)} | {_cell(value)} |" for key, value in rows.items()]
@@ -175,5 +202,10 @@ def _table(rows: Mapping[str, Any]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        value = ", ".join(str(x) for x in value)
-    return " ".join(str(value).split()).replace("|", "\\|")
+        value = ", ".join(_text(x) for x in value)
+    return " ".join(_text(value).split()).replace("|", "\\|")
+
+
+def _text(value: Any) -> str:
+    """A value that a file says; it may be anything."""
+    return value if isinstance(value, str) else shown(value)

@@ -19,11 +19,32 @@ TIMEOUT = 10.0
 """Seconds to wait for an answer before looking for what an earlier download left."""
 
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_repo(text: str) -> bool:
     """Whether `text` reads as owner/name or owner/name@revision, and not as a path to a file."""
     return bool(_REPO.fullmatch(text)) and not text.endswith(".safetensors")
+
+
+def at_revision(repo: object, revision: str | None) -> str:
+    """`owner/name@revision` of a repository and a branch, a tag or the hash of a commit."""
+    text = repo if isinstance(repo, str) else ""
+    name, at, _ = text.partition("@")
+    if at or not is_repo(f"{name}@{revision}"):
+        raise WeightsError(
+            f"revision={revision!r} is a branch, a tag or a commit of a hub repository owner/name, "
+            f"but the weights are {repo!r}; leave one of them out, or write owner/name@revision."
+        )
+    return f"{name}@{revision}"
+
+
+def fetched_before(repo: str) -> bool:
+    """Whether the hub's cache on this machine holds something of a repository."""
+    import huggingface_hub
+
+    name = repo.partition("@")[0].replace("/", "--")
+    return Path(huggingface_hub.constants.HF_HUB_CACHE, f"models--{name}").is_dir()
 
 
 def download(repo: str, wanted: Sequence[str]) -> Path:
@@ -58,6 +79,9 @@ class Repository:
         # snapshot_download waits without limit for its first answer; this asks first, with one.
         try:
             self._info = self._ask()
+            self._require_pinned()
+        except VecaError:
+            raise
         except Exception as error:  # whichever HTTP library the hub's client uses has its own
             self.trouble = error
 
@@ -70,6 +94,15 @@ class Repository:
         return huggingface_hub.HfApi().model_info(
             self.name, revision=self.revision, timeout=TIMEOUT
         )
+
+    def _require_pinned(self) -> None:
+        """A commit that was asked for by its hash is what the hub answers with, or nothing is."""
+        commit, asked = self.commit, (self.revision or "").lower()
+        if commit and _COMMIT.fullmatch(asked) and commit != asked:
+            raise self._error(
+                f"the hub answered {self.repo} with commit {commit}, which is another; nothing was "
+                "fetched. Check the hash, and whether a branch or a tag has it for a name."
+            )
 
     @property
     def commit(self) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,6 +14,8 @@ from veca._util.cache import cache_folder
 from veca.config import PRESETS
 from veca.errors import InputError, WeightsError, suggest
 from veca.weights import hub, store
+
+log = logging.getLogger(__name__)
 
 NAMED: dict[str, str] = {}
 """Weights published on the Hugging Face hub: name -> "owner/name" or "owner/name@revision"."""
@@ -60,6 +64,7 @@ def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) 
     path = _path(text)
     is_name = isinstance(source, str) and _NAME.fullmatch(text) and not text.endswith(store.SUFFIX)
     if exists(path) and (store.holds_weights(path) or not is_name):
+        say_shadowed(text)
         return path
     if is_name:
         return _by_name(text, wanted)
@@ -100,7 +105,23 @@ def _by_name(name: str, wanted: Sequence[str]) -> Path:
 def at_hand(source: str) -> Path | None:
     """The weights on this machine that `locate` finds for a path or a name; None without any."""
     path = _path(source)
-    return path if exists(path) and store.holds_weights(path) else find(source)
+    if not exists(path) or not store.holds_weights(path):
+        return find(source)
+    say_shadowed(source)
+    return path
+
+
+@functools.cache
+def say_shadowed(text: str) -> None:
+    """Log one line, once, if what lies at a path is taken instead of other weights so called."""
+    path = _path(text)
+    if path.is_absolute() or not exists(path):
+        return
+    other = find(text)
+    if other is not None and other.resolve() != path.resolve():
+        log.warning("%s is %s, not the weights of that name in %s.", text, path.resolve(), other)
+    elif hub.is_repo(text) and hub.fetched_before(text):
+        log.warning("%s is the folder %s, not the hub's repository.", text, path.resolve())
 
 
 def _path(text: str) -> Path:

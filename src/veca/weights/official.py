@@ -7,7 +7,6 @@ Theirs is a torch-saved dict with the weights under `student` and the settings u
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from veca._util import files
 from veca.checks import check_model
-from veca.errors import OutputError, WeightsError
+from veca.errors import OutputError, WeightsError, shown
 from veca.model import Veca
-from veca.weights import store
+from veca.weights import pickled, store
 from veca.weights import tensors as ts
 from veca.weights.official_layout import from_ours, to_ours
 from veca.weights.official_settings import find_config, their_config
@@ -135,7 +134,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> OfficialCheckpoint:
             "again with a dict, or without 'config'."
         )
     progress = {
-        name: content[name] for name in ("epoch", "global_step") if type(content.get(name)) is int
+        name: content[name] for name in ("epoch", "global_step") if _is_size(content.get(name))
     }
     return OfficialCheckpoint(path, _clean(state, path), dict(config or {}), progress)
 
@@ -166,7 +165,7 @@ def provenance(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
         name: list(value) if isinstance(value, tuple) else value
         for name, value in said.items()
         if isinstance(value, str)
-        or (isinstance(value, (list, tuple)) and all(type(x) is int for x in value))
+        or (isinstance(value, (list, tuple)) and all(_is_size(x) for x in value))
     }
     return {
         "source": "a checkpoint in the layout of the authors' code",
@@ -177,75 +176,40 @@ def provenance(checkpoint: OfficialCheckpoint) -> dict[str, Any]:
     }
 
 
+def _is_size(value: object) -> bool:
+    """Whether a value is a whole number, and one that JSON can take."""
+    return type(value) is int and abs(value) < 2**63
+
+
 def _unpickle(path: Path) -> object:
     """What a torch-saved file holds, by torch's reader that takes tensors and plain data only."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         what = "is a folder, not" if path.is_dir() else "does not exist; give the path of"
         raise WeightsError(f"{path} {what} a torch-saved checkpoint of the authors'.")
-    try:
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
-    except OSError as error:
-        raise WeightsError(f"cannot read {path} ({error.strerror}).") from error
     if path.name.endswith(store.SUFFIX):
         raise WeightsError(f"{path} is a {store.SUFFIX} file; veca.load reads it.")
-    if zipped:
-        _check_archive(path)
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
-    except Exception as error:  # a pickle can fail in any way; none is more than a bad file
-        foreign = _foreign(path) if zipped else []
-        if foreign:
-            raise WeightsError(
-                f"{path} holds Python objects beside tensors and plain data "
-                f"({ts.listed(foreign)}), which are never loaded; save it again with 'student' "
-                "and 'config', a plain dict, alone."
-            ) from error
-        raise WeightsError(
-            f"{path} is not a torch-saved checkpoint that can be read safely; fetch it again, or "
-            "if it is one of a torch before 1.6, load it with that and save it again."
-        ) from error
-
-
-def _check_archive(path: Path) -> None:
-    """Refuse a zip that torch did not write: one compressed can unpack to any size."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except (zipfile.BadZipFile, OSError) as error:
-        raise WeightsError(
-            f"{path} is cut short: the end of the file is missing; fetch it again."
-        ) from error
-    stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
-    if not stored or not any(member.filename.endswith("/data.pkl") for member in members):
-        raise WeightsError(f"{path} is a zip archive, but not one written by torch.save.")
-
-
-def _foreign(path: Path) -> list[str]:
-    """The names of what a file asks for that torch does not load; none if it is damaged."""
-    try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:
-        return []
+    return pickled.read(path, "a checkpoint of the authors'", WeightsError)
 
 
 def _clean(state: Mapping[Any, Any], path: Path) -> dict[str, Tensor]:
     """The tensors without the prefixes that wrappers leave in their names."""
     cleaned: dict[str, Tensor] = {}
     for key, value in state.items():
-        name = str(key).replace("_orig_mod.", "")
+        if not isinstance(key, str):
+            raise WeightsError(
+                f"{path}: {shown(key)} among the weights is the name of nothing; the weights are "
+                "expected under 'student', or as the whole file."
+            )
+        name = key.replace("_orig_mod.", "")
         while name.startswith(_PREFIXES):
             name = name.split(".", 1)[1]
         if not isinstance(value, Tensor):
             raise WeightsError(
-                f"{path}: {key!r} among the weights is a {type(value).__name__}, not a tensor; the "
-                "weights are expected under 'student', or as the whole file."
+                f"{path}: {shown(key)} among the weights is a {type(value).__name__}, not a "
+                "tensor; the weights are expected under 'student', or as the whole file."
             )
-        if value.layout != torch.strided or value.device.type != "cpu":
-            raise WeightsError(f"{path}: {key} is not an ordinary tensor, but sparse or empty.")
-        if value.numel() * value.itemsize > value.untyped_storage().nbytes():
-            raise WeightsError(f"{path}: {key} is larger than its data; fetch it again.")
         if name in cleaned:
             raise WeightsError(f"{path}: two tensors are called {name} once prefixes are removed.")
         cleaned[name] = value
+    pickled.check_sizes(cleaned, path, WeightsError)
     return cleaned

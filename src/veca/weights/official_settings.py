@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from veca.config import PRESETS, VecaConfig, preset
-from veca.errors import ConfigError, InputError, WeightsError
+from veca.errors import ConfigError, InputError, WeightsError, shown
 from veca.weights import tensors as ts
 from veca.weights.official_layout import chunk_size, default_chunk, expected
 
@@ -113,7 +113,8 @@ def their_config(config: VecaConfig, *, chunk: int | None = None) -> dict[str, A
 
 
 def _refuse_settings(settings: Mapping[str, Any], where: str) -> None:
-    if settings.get("patch_embed_use_ln"):
+    norm = settings.get("patch_embed_use_ln")
+    if isinstance(norm, Tensor) or norm:  # several numbers are neither true nor false
         raise WeightsError(
             f"{where}: patch_embed_use_ln is set; a norm after the patch embedding is not part of "
             "the published model and has no place in ours."
@@ -121,8 +122,8 @@ def _refuse_settings(settings: Mapping[str, Any], where: str) -> None:
     side = settings.get("rope_zero_freqs_from", "low")
     if side != "low":
         raise WeightsError(
-            f"{where}: rope_zero_freqs_from is {side!r}; only 'low', as published, has a place in "
-            "our model."
+            f"{where}: rope_zero_freqs_from is {shown(side)}; only 'low', as published, has a "
+            "place in our model."
         )
 
 
@@ -145,7 +146,8 @@ def _translate(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _family(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What `model_family` sets in their loader."""
-    name = str(settings.get("model_family", "")).lower()
+    name = settings.get("model_family")
+    name = name.lower() if isinstance(name, str) else ""
     if name not in _FAMILIES:
         return {}
     config = preset(name)
@@ -169,7 +171,10 @@ def _make(fields: dict[str, Any], where: str) -> VecaConfig:
     try:
         return VecaConfig.from_dict(fields)
     except ConfigError as error:
-        raise WeightsError(f"{where}: {error}") from error
+        ours = str(error).partition(" ")[0]
+        theirs = next((name for name, field in _FIELDS.items() if field == ours), "")
+        setting = f"its setting {theirs}: " if theirs else ""
+        raise WeightsError(f"{where}: {setting}{error}") from error
 
 
 def _infer(state: Mapping[str, Tensor], where: str) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from veca._util import files
 from veca.checks import check_model
 from veca.config import VecaConfig
-from veca.errors import ConfigError, InputError, OutputError, WeightsError
+from veca.errors import ConfigError, InputError, OutputError, WeightsError, shown
 from veca.model import Veca
 from veca.version import __version__
 from veca.weights import tensors as ts
@@ -96,12 +96,14 @@ def save_state(
         advice = "they are out of its range; save as bfloat16 or float32."
         ts.require_finite(state, f"the tensors to save, as {dtype}", advice)
 
-    record = full_record(provenance, ts.content_hash(state))
+    content = ts.content_hash(state)
+    record = full_record(provenance, content)
     metadata = {
         "format": "pt",
         _HEADER_CONFIG: json.dumps(_config_fields(config)),
-        _HEADER_PROVENANCE: json.dumps(record, ensure_ascii=False),
+        _HEADER_PROVENANCE: files.escaped(json.dumps(record, ensure_ascii=False)),
     }
+    metadata[ts.SEAL] = ts.seal(content, metadata)
     if path.name.endswith(SUFFIX):
         ts.write_file(state, path, metadata)
     else:
@@ -202,7 +204,7 @@ def _carries_config(path: Path) -> bool:
 def file_hash(path: Path) -> str:
     """sha256 of a file's bytes, as `sha256sum` prints it."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with files.open_file(path) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -229,7 +231,7 @@ def load_local(
     _check_layout(header, config)
     state = _read(header)
     ts.require_finite(state, str(header.path), "the weights are broken; fetch or train them again.")
-    recorded = _embedded_provenance(header).get("tensors_sha256")
+    recorded = _embedded(header, _HEADER_PROVENANCE).get("tensors_sha256")
     if recorded is not None and recorded != ts.content_hash(state):
         raise WeightsError(
             f"{header.path}: the tensors are not those that were saved (their sha256 differs from "
@@ -243,7 +245,7 @@ def load_local(
 def read_config(path: Path) -> VecaConfig:
     """The configuration of a folder or a file, without its tensors."""
     if _only_config(path):
-        return _parse_config(path / CONFIG, _read_text(path / CONFIG))
+        return _parse_config(path / CONFIG, files.read_json(path / CONFIG, WeightsError))
     return _config(path, _open(tensors_file(path)))
 
 
@@ -251,10 +253,10 @@ def read_provenance(path: Path) -> dict[str, Any]:
     """Where the weights come from, as saved; empty if nothing was recorded."""
     beside: dict[str, Any] = {}
     if path.is_dir() and (path / PROVENANCE).is_file():
-        beside = _parse_object(path / PROVENANCE, _read_text(path / PROVENANCE))
+        beside = files.read_json(path / PROVENANCE, WeightsError)
     if _only_config(path):
         return beside
-    inside = _embedded_provenance(_open(tensors_file(path)))
+    inside = _embedded(_open(tensors_file(path)), _HEADER_PROVENANCE)
     # Beside other tensors it is a leftover of an interrupted save: the file's own record holds.
     stale = inside and beside.get("tensors_sha256") != inside.get("tensors_sha256")
     return inside if stale or not beside else beside
@@ -324,7 +326,7 @@ def _safetensors_errors(path: Path) -> Iterator[None]:
 
 def _is_lfs_pointer(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with files.open_file(path) as file:
             return file.read(40).startswith(b"version https://git-lfs")
     except OSError:
         return False
@@ -333,20 +335,29 @@ def _is_lfs_pointer(path: Path) -> bool:
 def _open(path: Path) -> _Header:
     if not path.exists():
         raise WeightsError(f"there is no weights file {path}.")
-    with _safetensors_errors(path), safe_open(path, framework="pt") as file:
+    with _safetensors_errors(path), ts.opened(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        return _Header(
+        header = _Header(
             path,
             dict(file.metadata() or {}),
             {name: tuple(part.get_shape()) for name, part in slices.items()},
             {name: part.get_dtype() for name, part in slices.items()},
         )
+    recorded = _embedded(header, _HEADER_PROVENANCE).get("tensors_sha256", "")
+    if ts.SEAL in header.metadata and header.metadata[ts.SEAL] != ts.seal(
+        str(recorded), header.metadata
+    ):
+        raise WeightsError(
+            f"{path}: the header is not the one that was saved (its sha256 differs from the one "
+            f"recorded); {_FETCH_AGAIN}."
+        )
+    return header
 
 
 def _read(header: _Header) -> dict[str, Tensor]:
     dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in header.dtypes.items()}
     ts.require_floating(dtypes, str(header.path))
-    with _safetensors_errors(header.path), safe_open(header.path, framework="pt") as file:
+    with _safetensors_errors(header.path), ts.opened(header.path) as file:
         return {name: file.get_tensor(name) for name in header.shapes}
 
 
@@ -375,10 +386,10 @@ def _config(path: Path, header: _Header) -> VecaConfig:
     """The configuration inside the tensors file and the one beside it, which must agree."""
     inside = beside = None
     if _HEADER_CONFIG in header.metadata:
-        inside = _parse_config(header.path, header.metadata[_HEADER_CONFIG])
+        inside = _parse_config(header.path, _embedded(header, _HEADER_CONFIG))
     config_path = path / CONFIG
     if path.is_dir() and config_path.is_file():
-        beside = _parse_config(config_path, _read_text(config_path))
+        beside = _parse_config(config_path, files.read_json(config_path, WeightsError))
     if inside is not None and beside is not None and inside != beside:
         a, b = inside.to_dict(), beside.to_dict()
         name = next(name for name in a if a[name] != b[name])
@@ -396,20 +407,22 @@ def _config(path: Path, header: _Header) -> VecaConfig:
     return config
 
 
-def _embedded_provenance(header: _Header) -> dict[str, Any]:
-    text = header.metadata.get(_HEADER_PROVENANCE)
-    return {} if text is None else _parse_object(header.path, text)
+def _embedded(header: _Header, name: str) -> dict[str, Any]:
+    """The table under a name in the header; empty if there is none."""
+    text = header.metadata.get(name)
+    where = f"{name} in the header of {header.path}"
+    return {} if text is None else files.parse_json(text, where, WeightsError)
 
 
-def _parse_config(path: Path, text: str) -> VecaConfig:
-    fields = _parse_object(path, text)
+def _parse_config(path: Path, fields: dict[str, Any]) -> VecaConfig:
+    fields = dict(fields)
     version = fields.pop("format_version", FORMAT_VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise WeightsError(f"{path}: format_version must be a whole number, got {version!r}.")
+        raise WeightsError(f"{path}: format_version must be a whole number, got {shown(version)}.")
     if version > FORMAT_VERSION:
         raise WeightsError(
-            f"{path} has format version {version}, but this veca ({__version__}) reads up to "
-            f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+            f"{path} has format version {shown(version)}, but this veca ({__version__}) reads up "
+            f"to {FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
         )
     if "architecture" in fields and "model_type" not in fields:
         raise WeightsError(
@@ -419,29 +432,8 @@ def _parse_config(path: Path, text: str) -> VecaConfig:
         )
     kind = fields.pop("model_type", _MODEL_TYPE)
     if kind != _MODEL_TYPE:
-        raise WeightsError(f"{path} describes a model of type {kind!r}, not {_MODEL_TYPE!r}.")
+        raise WeightsError(f"{path} describes a model of type {shown(kind)}, not {_MODEL_TYPE!r}.")
     try:
         return VecaConfig.from_dict({k: v for k, v in fields.items() if k not in _BOOKKEEPING})
     except ConfigError as error:
         raise WeightsError(f"{path}: {error}") from error
-
-
-def _parse_object(path: Path, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(
-            f"{path} is not valid JSON ({error}); fetch or write it again."
-        ) from error
-    if not isinstance(value, dict):
-        raise WeightsError(
-            f"{path} must hold a JSON object of named fields, got {type(value).__name__}."
-        )
-    return value
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WeightsError(f"cannot read {path} ({error}); fetch or write it again.") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from veca._util.files import atomic_write_text, printable
+from veca.errors import OutputError
 
 FAILURES = "failures.jsonl"
 
@@ -93,6 +94,22 @@ class BackgroundWrites:
             raise self._failure
 
 
+_FILES = frozenset(
+    {"arrow", "bin", "csv", "feather", "gz", "h5", "hdf5", "json", "jsonl", "mat", "npy", "npz"}
+    | {"parquet", "pickle", "pkl", "pt", "pth", "safetensors", "tar", "txt", "zip"}
+)
+
+
+def check_folder_name(out: Path, instead: str) -> None:
+    """Refuse a name for a new folder that can only be meant as one of a file, such as u.h5."""
+    suffix = out.suffix.lower().removeprefix(".")
+    if suffix in _FILES and not out.is_dir():
+        raise OutputError(
+            f"{out} would be a folder with the name of a .{suffix} file; {instead}: choose another "
+            "name."
+        )
+
+
 def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None:
     """A line of JSON, path and reason, for each image that could not be read; none, no file."""
     lines = [{"path": printable(name), "reason": printable(reason)} for name, reason in failed]
@@ -105,10 +122,15 @@ def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None
     return path
 
 
+def _lines(path: Path) -> list[str]:
+    # Not splitlines: that ends lines at characters which file names may hold.
+    return [line for line in path.read_text("utf-8").split("\n") if line]
+
+
 def read_failures(path: Path) -> dict[str, str]:
     """What `write_failures` wrote: path and reason, as they are printed. None, or no list: {}."""
     try:
-        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        lines = [json.loads(line) for line in _lines(path)]
         return {str(line["path"]): str(line["reason"]) for line in lines}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

@@ -21,33 +21,72 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from veca._util.archives import check_unpacked
 from veca._util.files import atomic_write
 from veca.errors import InputError
+
+_CHECKSUM = "crc32"
 
 FORMATS = ("npz", "safetensors")
 """What a file of features can be."""
 
 
 def read_features(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file written by `extract` holds: numpy arrays, and text as `str` or lists of it."""
+    """What a file written by `extract` holds: numpy arrays, and text as `str` or lists of it.
+
+    Raises:
+        InputError: it is not there, is no such file, or was damaged: its checksums say so.
+    """
     path = Path(path)
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as file:
-            content = {name: file[name] for name in file.files}
-        return {k: v.tolist() if v.dtype.kind == "U" else v for k, v in content.items()}
-    if path.suffix != ".safetensors":
+    if path.suffix.removeprefix(".") not in FORMATS:
         raise InputError(f"{path} is no file of features; they end in .npz or .safetensors.")
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file of features.")
+    try:
+        return _read_npz(path) if path.suffix == ".npz" else _read_safetensors(path)
+    except InputError:
+        raise
+    except Exception as error:  # of zipfile, zlib, numpy, safetensors, json
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(
+            f"{path} is damaged or no file of features ({reason}); remove it, then run veca "
+            "features again."
+        ) from error
+
+
+def _read_npz(path: Path) -> dict[str, Any]:
+    check_unpacked(path, InputError)
+    with np.load(path, allow_pickle=False) as file:  # zip checks each member as it is read
+        content = {name: file[name] for name in file.files}
+    return {k: v.tolist() if v.dtype.kind == "U" else v for k, v in content.items()}
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, "numpy") as file:
         text = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
-        return {**{name: file.get_tensor(name) for name in file.keys()}, **text}  # noqa: SIM118
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    checksum = text.pop(_CHECKSUM, None)  # files of 0.1 have none
+    if checksum is not None and checksum != _checksum(arrays, text):
+        raise ValueError("its checksum is wrong")
+    return {**arrays, **text}
+
+
+def _checksum(arrays: Mapping[str, Any], text: Mapping[str, Any]) -> int:
+    total = zlib.crc32(json.dumps(text, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        total = zlib.crc32(f"{name} {array.dtype} {array.shape}".encode(), total)
+        total = zlib.crc32(array.reshape(-1).view(np.uint8).data, total)
+    return total
 
 
 def write_features(
@@ -61,8 +100,9 @@ def write_features(
         else:
             from safetensors.numpy import save
 
-            metadata = {name: json.dumps(value) for name, value in text.items()}
             contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            checked = {**text, _CHECKSUM: _checksum(contiguous, text)}
+            metadata = {name: json.dumps(value) for name, value in checked.items()}
             file.write(save(contiguous, metadata))
 
 
@@ -76,20 +116,15 @@ class Origin(NamedTuple):
 
 
 def origin_of(path: Path) -> Origin | None:
-    """Where a file of features comes from; None if it is no whole file of ours."""
-    try:
-        if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
-                settings = str(file["settings"])
-                stat = file.get("image_stat")
-        else:
-            from safetensors import safe_open
+    """Where a file of features comes from; None if it is no whole file of ours.
 
-            with safe_open(path, "numpy") as file:
-                settings = str(json.loads(file.metadata()["settings"]))
-                stat = file.get_tensor("image_stat") if "image_stat" in file.keys() else None  # noqa: SIM118
-        return Origin(settings, None if stat is None else tuple(stat.tolist()))
-    except Exception:  # whatever is wrong with it, it will be written anew
+    All of it is read, so that one which was damaged is not taken for whole.
+    """
+    try:
+        content = read_features(path)
+        stat = content.get("image_stat")
+        return Origin(str(content["settings"]), None if stat is None else tuple(stat.tolist()))
+    except (InputError, KeyError):  # whatever is wrong with it, it will be written anew
         return None
 
 

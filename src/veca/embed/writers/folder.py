@@ -12,7 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from veca._util.files import atomic_write_json, folder_to_fill, output_errors, printable
+from veca._util.files import (
+    atomic_write_json,
+    folder_to_fill,
+    output_errors,
+    printable,
+    remove_leftovers,
+)
+from veca.embed.pca import FILE as PCA_FILE
+from veca.embed.settings import with_later, without_later
 from veca.embed.sources import state_of
 from veca.embed.writers import (
     FAILURES,
@@ -66,26 +74,33 @@ class FolderWriter:
         if (out / parquet.MANIFEST).exists():
             raise OutputError(f"{out} holds embeddings of veca embed; choose another folder.")
         manifest = _read_manifest(out)
+        if manifest:
+            remove_leftovers(out.rglob(".*.tmp"))
         if manifest and overwrite:
             _remove_features(out, manifest)
             manifest = None
         self._is_of_0_1 = manifest is not None and _is_of_0_1(manifest)
         root = root or (Path(manifest["root"]) if manifest else common_root(paths))
-        here = {**settings, "format": format, "root": str(root)}
+        here = {**with_later(settings), "format": format, "root": str(root)}
         if manifest:
             _refuse_other_settings(out, manifest, here)
         self.items = name_images(paths, root)
         self.failed: list[tuple[str, str]] = []
         listed = {} if overwrite else read_failures(out / FAILURES)
         self._listed = {path: why for path, why in listed.items() if _is_there(Path(path))}
-        self._is_new, self._has_files = not manifest, False
+        self._is_new = not manifest
+        self._made: list[NamedImage] = []  # in this run or before, as far as it was looked at
         self._out, self._format, self._fingerprint = out, format, fingerprint
         self._folders: set[Path] = set()
         self._writes = BackgroundWrites(4, most=16)
         self._stats: dict[int, tuple[int, int]] = {}  # of images, by place, before they were read
         with contextlib.ExitStack() as stack:
             if self._is_new:
-                content = {"fingerprint": fingerprint, **here, "veca": __version__}
+                content = {
+                    "fingerprint": fingerprint,
+                    **without_later(here),
+                    "veca": __version__,
+                }
                 with output_errors(out):
                     stack.enter_context(folder_to_fill(out))
                 atomic_write_json(out / MANIFEST, content)
@@ -150,13 +165,28 @@ class FolderWriter:
 
     def finish(self) -> None:
         self._writes.finish()
+        self._check()
         if self._is_of_0_1:
             (self._out / _OLD_FAILURES).unlink(missing_ok=True)
 
+    def _check(self) -> None:
+        """Raise unless all that is counted is there: somebody may have removed it meanwhile."""
+        paths = [self._out / MANIFEST, *(self._path_of(item) for item in self._made)]
+        gone = [path for path in paths if not path.is_file()]
+        if gone:
+            raise self._changed(f"{gone[0]} is gone ({len(gone)} of {len(paths)} files)")
+
+    def _changed(self, what: str) -> OutputError:
+        return OutputError(
+            f"{what}: something else has changed {self._out} meanwhile; run it again, and what is "
+            "missing is made."
+        )
+
     def close(self) -> None:
         self._writes.close()
-        if self._is_new and not self._has_files and not _features_in(self._out):
-            (self._out / MANIFEST).unlink(missing_ok=True)
+        if self._is_new and not self._made and not _features_in(self._out):
+            for name in (MANIFEST, PCA_FILE):
+                (self._out / name).unlink(missing_ok=True)
         elif (self._out / MANIFEST).exists():  # also of a run that was stopped
             with contextlib.suppress(OutputError, OSError):  # not in place of what stopped it
                 self.write_failures()
@@ -172,12 +202,22 @@ class FolderWriter:
         stat = self._stats.pop(result.item.place, None)
         if stat is not None:
             arrays["image_stat"] = np.array(stat, dtype=np.int64)
+        if not (self._out / MANIFEST).is_file():  # before its folder is made again
+            raise self._changed(f"{self._out / MANIFEST} is gone")
         write_features(self._path_of(result.item), arrays, text)
         self._note_file(result.item)
 
     def _note_file(self, item: NamedImage) -> None:
-        self._has_files = True
+        self._made.append(item)
         self._listed.pop(printable(str(item.path)), None)
+
+
+def begun(folder: Path) -> dict[str, Any] | None:
+    """The settings of a folder of features that a run goes on with; None if there are none."""
+    manifest = _read_manifest(folder)
+    if manifest is not None and "size" not in manifest:
+        raise _no_settings(folder / MANIFEST)
+    return manifest
 
 
 def _read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -190,10 +230,15 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
             return dict(manifest)
     except (OSError, ValueError, TypeError, KeyError):
         pass
-    raise OutputError(f"{path} does not list the settings of features; choose another folder.")
+    raise _no_settings(path)
+
+
+def _no_settings(path: Path) -> OutputError:
+    return OutputError(f"{path} does not list the settings of features; choose another folder.")
 
 
 def _refuse_other_settings(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    there = with_later(there)
     if "precision" not in there:  # of 0.1: that of the weights, if they are these
         same = there.get("weights") == here["weights"]
         there = {**there, "precision": here["precision"] if same else "float32"}
@@ -241,5 +286,5 @@ def _remove_features(folder: Path, manifest: dict[str, Any]) -> None:
             origin = origin_of(path)
             if origin is not None and origin.settings == manifest["fingerprint"]:
                 path.unlink()
-    for name in (FAILURES, *([_OLD_FAILURES] if _is_of_0_1(manifest) else [])):
+    for name in (FAILURES, PCA_FILE, *([_OLD_FAILURES] if _is_of_0_1(manifest) else [])):
         (folder / name).unlink(missing_ok=True)

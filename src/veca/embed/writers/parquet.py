@@ -32,7 +32,7 @@ from veca._util.extras import require
 from veca._util.files import commit, output_errors, printable, temporary_beside
 from veca.embed.settings import LAYOUT, Settings
 from veca.embed.writers import BackgroundWrites, Result
-from veca.errors import InputError
+from veca.errors import InputError, OutputError
 
 SHARDS = "shards"
 MANIFEST = "embed.json"
@@ -98,7 +98,6 @@ class ShardWriter:
 
     def __init__(self, folder: Path, number: int, settings: Settings) -> None:
         self._pa = require("pyarrow", "writing embeddings")
-        parquet = require("pyarrow.parquet", "writing embeddings")
         self._settings, self._number = settings, number
         self._path = shard_path(folder, number)
         self._schema = self._columns()
@@ -106,13 +105,19 @@ class ShardWriter:
         self._waiting: list[Rows] = []
         self._bytes = self._rows = 0
         self._temporary = self._stack.enter_context(temporary_beside(self._path))
-        self._file = parquet.ParquetWriter(
+        with output_errors(self._path):
+            self._file = self._open_file()
+
+    def _open_file(self) -> Any:
+        parquet = require("pyarrow.parquet", "writing embeddings")
+        return parquet.ParquetWriter(
             self._temporary,
             self._schema,
             compression="zstd",
             compression_level=1,
             use_dictionary=["budget", "weights"],
             write_statistics=False,
+            write_page_checksum=True,
         )
 
     def add(self, rows: Rows) -> None:
@@ -137,6 +142,11 @@ class ShardWriter:
             "failures": listed,
         }
         with self._stack:
+            if not (self._path.parents[1] / MANIFEST).is_file():
+                raise OutputError(
+                    f"{self._path.parents[1] / MANIFEST} is gone: something else has changed the "
+                    "folder meanwhile; run veca embed again."
+                )
             self._flush()
             with output_errors(self._path):
                 self._file.add_key_value_metadata({_RECORD.decode(): json.dumps(record)})
@@ -176,7 +186,10 @@ class ShardWriter:
     def _columns(self) -> Any:
         pa, settings = self._pa, self._settings
         number = pa.float16() if settings.dtype == "float16" else pa.float32()
-        fields = [pa.field("path", pa.string()), pa.field("cls", pa.list_(number, settings.width))]
+        fields = [
+            pa.field("path", pa.string()),
+            pa.field("cls", pa.list_(number, settings.dimensions)),
+        ]
         if settings.patches:
             fields += [
                 pa.field("patches", pa.large_list(number)),
@@ -335,18 +348,16 @@ def iter_embeddings(folder: str | os.PathLike[str], *, patches: bool = False) ->
 
 def read_shard(path: Path, settings: Settings, *, patches: bool = False) -> Iterator[Rows]:
     """The rows of one shard, a row group or less at a time."""
-    parquet = require("pyarrow.parquet", "reading embeddings")
     columns = ["path", "cls"] + (["patches", "grid_height", "grid_width"] if patches else [])
-    with _reading(path), parquet.ParquetFile(path) as file:
+    with _reading(path), _open(path) as file:
         for part in file.iter_batches(batch_size=16 if patches else 8192, columns=columns):
-            cls = _values(part["cls"]).reshape(-1, settings.width)
+            cls = _values(part["cls"]).reshape(-1, settings.dimensions)
             yield Rows(part["path"].to_pylist(), cls, _grids(part) if patches else None)
 
 
 def read_paths(path: Path) -> list[str]:
     """The images of one shard."""
-    parquet = require("pyarrow.parquet", "reading embeddings")
-    with _reading(path), parquet.ParquetFile(path) as file:
+    with _reading(path), _open(path) as file:
         names: list[str] = file.read(["path"])["path"].to_pylist()
         return names
 
@@ -360,7 +371,7 @@ def read_embeddings(folder: str | os.PathLike[str]) -> tuple[list[str], NDArray[
     settings, _ = read_manifest(folder)
     records = finished_shards(folder, settings)
     names: list[str] = []
-    cls = np.empty((sum(r.rows for r in records), settings.width), settings.dtype)
+    cls = np.empty((sum(r.rows for r in records), settings.dimensions), settings.dtype)
     for record in records:
         for rows in read_shard(record.path, settings):
             cls[len(names) : len(names) + len(rows.paths)] = rows.cls
@@ -378,6 +389,12 @@ def _grids(part: Any) -> list[NDArray[Any]]:
     ends = np.cumsum(part["patches"].value_lengths().to_numpy())[:-1]
     values = np.split(_values(part["patches"]), ends)
     return [v.reshape(h, w, -1) for v, h, w in zip(values, heights, widths, strict=True)]
+
+
+def _open(path: Path) -> Any:
+    """A shard whose pages are checked as they are read; those of 0.1 have no checksums."""
+    parquet = require("pyarrow.parquet", "reading embeddings")
+    return parquet.ParquetFile(path, page_checksum_verification=True)
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from veca._util.files import temporary_beside
+from veca._util.files import remove_leftovers, temporary_beside
 from veca.embed.writers import FAILURES, Result, write_failures
 from veca.embed.writers.files import NamedImage, common_root, name_images, write_features
 from veca.errors import InputError, OutputError
@@ -27,6 +28,7 @@ class SingleFileWriter:
     ) -> None:
         if out.exists() and not overwrite:
             raise OutputError(f"{out} exists; choose another name, or replace it (--overwrite).")
+        remove_leftovers(out.parent.glob(f".{glob.escape(out.name[:50])}.*.tmp"))
         with temporary_beside(out):  # a place that takes no files is told now, not at the end
             pass
         self.items = name_images(paths, root or common_root(paths))
@@ -60,6 +62,8 @@ class SingleFileWriter:
         arrays["cores"] = arrays["cores"][0]
         names = [one.item.name for one in done]
         write_features(self._out, arrays, {"images": names, "settings": self._fingerprint})
+        if not self._out.is_file():
+            raise OutputError(f"{self._out} was written and is gone; write to another place.")
 
     def close(self) -> None:
         self._done = []

@@ -8,11 +8,13 @@
 
 from veca.integrations.transformers.availability import (
     hide_broken_torchvision,
+    require_image_processors,
     require_transformers,
 )
 
 require_transformers()
 hide_broken_torchvision()
+require_image_processors()
 
 from veca.integrations.transformers.configuration import VecaConfig  # noqa: E402
 from veca.integrations.transformers.modeling import (  # noqa: E402

@@ -22,6 +22,20 @@ def require_transformers() -> Any:
     return library
 
 
+def require_image_processors() -> None:
+    """Refuse a transformers that reads images with torchvision alone, where there is none.
+
+    Versions 5.4 to 5.17 put an object in place of AutoImageProcessor that fails at every use.
+    """
+    library = importlib.import_module("transformers")
+    try:
+        _ = library.AutoImageProcessor.register
+    except ImportError as error:
+        fault = f"reads no images without torchvision in version {library.__version__}"
+        advice = "install transformers 5.18 or newer: pip install --upgrade 'transformers>=5.18'"
+        raise missing("transformers", _PURPOSE, fault=fault, advice=advice) from error
+
+
 def hide_broken_torchvision() -> None:
     """Tell transformers that torchvision is absent if it is there but cannot be imported.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import cached_file
 
 from veca._util import files
@@ -134,10 +135,22 @@ def _shards(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _SHARD.fullmatch(path.name)]
 
 
+def carry_code(model: Any, folder: Path) -> None:
+    """Take the code along that a model came with, or no longer name code that is not there."""
+    if model._auto_class is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        custom_object_save(model, folder)
+    if (folder / processor.CODE_FILE).is_file():
+        model.config.auto_map = processor.auto_map()
+    elif hasattr(model.config, "auto_map"):
+        del model.config.auto_map
+
+
 def complete(folder: Path, config: VecaConfig, card: str) -> None:
     """A card and a processor's settings, where there are none."""
     if not (folder / processor.FILE).exists():
-        settings = processor.processor_settings(config.to_veca())
+        code = (folder / processor.CODE_FILE).is_file()
+        settings = processor.processor_settings(config.to_veca(), code=code)
         files.atomic_write_json(folder / processor.FILE, settings)
     if not (folder / CARD).exists():
         files.atomic_write_text(folder / CARD, card)

@@ -19,13 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, ImageClassifierOutput
 from transformers.utils import ModelOutput
 
 from veca.checks import check_budget
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.model import CoreBank, CoreMove, LayerState, Veca, VecaOutput, spread_points
+from veca.model import Block, CoreBank, CoreMove, LayerState, Veca, VecaOutput, spread_points
 from veca.weights import store
 from veca.weights.card import model_card
 
@@ -69,6 +70,21 @@ class VecaModelOutput(ModelOutput):  # type: ignore[misc]
         return cast(Tensor, self.last_hidden_state)
 
 
+class VecaBlock(GradientCheckpointingLayer, Block):  # type: ignore[misc]
+    """A block as transformers recognises it: it sets `gradient_checkpointing` on each of them.
+
+    `Veca.walk` does what the flag says, so a call is a plain call.
+    """
+
+    __call__ = nn.Module.__call__
+
+
+def _known_to_transformers(model: Veca) -> Veca:
+    for block in model.blocks:
+        block.__class__ = VecaBlock
+    return model
+
+
 class _Run(NamedTuple):
     out: VecaOutput
     states: dict[int, Tensor]
@@ -85,7 +101,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     main_input_name = "pixel_values"
     input_modalities = ("image",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["Block"]  # noqa: RUF012
+    _no_split_modules = ["VecaBlock"]  # noqa: RUF012
     _input_embed_layer = "patch_embed"
     # The attention is veca's own, whichever of these is asked for; see `Veca.backend`.
     _supports_sdpa = True
@@ -96,11 +112,14 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: VecaConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         check_budget(config.cores, config.num_cores)  # from_pretrained sets it unchecked
-        self.veca = Veca(config.to_veca())
+        self.veca = _known_to_transformers(Veca(config.to_veca()))
         self.provenance: dict[str, Any] = {}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.veca.patch_embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.veca.patch_embed = value
 
     def _init_weights(self, module: nn.Module) -> None:
         """As `veca.model.initialize`, with functions that leave loaded tensors alone."""
@@ -189,6 +208,8 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         whole = set(state) == set(self.state_dict())
         simple = folders.is_simple(self, state, variant, kwargs)
         plain = {n.removeprefix(_PREFIX): t for n, t in state.items()}
+        if is_main_process:
+            folders.carry_code(self, target)
         if self._is_plain and whole and simple and folders.fits_one_file(state, max_shard_size):
             if is_main_process:
                 self.config.dtype = str(self.dtype).removeprefix("torch.")
@@ -245,7 +266,7 @@ class VecaModel(VecaPreTrainedModel):
         """Around a plain model, which it shares the weights with."""
         with torch.device("meta"):  # weights that are about to be replaced
             new = cls(VecaConfig.from_veca(model.config))
-        new.veca = model
+        new.veca = _known_to_transformers(model)
         new.provenance = dict(provenance or {})
         return new.train(model.training)
 
@@ -332,6 +353,13 @@ class VecaForImageClassification(VecaPreTrainedModel):
         if config.num_labels:
             self.classifier = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
+
+    @property
+    def base_model(self) -> VecaModel:
+        """The bare model, which shares the weights."""
+        bare: VecaModel = VecaModel.from_veca(self.veca, provenance=self.provenance)
+        bare.config.cores = self.config.cores
+        return bare
 
     def forward(
         self,

@@ -17,10 +17,11 @@ from transformers.image_processing_utils import BaseImageProcessor
 from transformers.image_utils import load_image
 from transformers.processing_utils import ImagesKwargs
 
+from veca.config import DEFAULT_SIZE
 from veca.errors import ImageError
 from veca.images import FITS, IMAGENET_MEAN, IMAGENET_STD, preprocess
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.weights.processor import FILE, SIDE
+from veca.weights.processor import FILE
 
 _DONE: dict[str, Any] = {
     "do_convert_rgb": True,
@@ -86,7 +87,7 @@ class VecaImageProcessor(BaseImageProcessor):  # type: ignore[misc]
             kwargs.pop(name, None)  # said when saved, always so
         super().__init__(**kwargs)
         self.do_resize = do_resize
-        self.size = dict(_size(SIDE if size is None else size))
+        self.size = dict(_size(DEFAULT_SIZE if size is None else size))
         self.fit = _fit(fit)
         self.do_rescale = True
         self.do_convert_rgb = True

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from veca._util.files import check_regular, open_file
 from veca.errors import DatasetError, suggest
 from veca.images import EXTENSIONS, MAX_PIXELS, read_image
+from veca.images.read import check_chunks
 from veca.probe.datasets.base import Dataset, DatasetInfo
 from veca.probe.datasets.tree import Tree, file_size
 
@@ -95,7 +97,7 @@ class DenseDataset(Dataset):
 def image_header(path: Path) -> tuple[Size, int]:
     """(height, width) as stored, and the EXIF orientation if it turns the image, else 0."""
     try:
-        with Image.open(path, formats=_IMAGE_FORMATS) as image:
+        with open_file(path) as file, Image.open(file, formats=_IMAGE_FORMATS) as image:
             size = (image.height, image.width)
             try:
                 orientation = image.getexif().get(_ORIENTATION, 1)
@@ -114,7 +116,7 @@ def label_size(path: Path) -> Size:
             raise DatasetError(f"{path}: array of shape {list(shape)}, expected [H, W]")
         return int(shape[0]), int(shape[1])
     try:
-        with Image.open(path, formats=_LABEL_FORMATS) as image:
+        with open_file(path) as file, Image.open(file, formats=_LABEL_FORMATS) as image:
             return image.height, image.width
     except Exception as error:
         raise _unreadable(path, error) from error
@@ -132,7 +134,9 @@ def read_values(path: Path) -> tuple[np.ndarray[Any, Any], int]:
             raise DatasetError(f"{path}: array of dtype {values.dtype}, expected numbers")
         return values, 8 * values.dtype.itemsize
     try:
-        with Image.open(path, formats=_LABEL_FORMATS) as image:
+        with open_file(path) as file, Image.open(file, formats=_LABEL_FORMATS) as image:
+            if image.format == "PNG":
+                check_chunks(file)
             if image.width * image.height > MAX_PIXELS:
                 raise DatasetError(
                     f"{path}: {image.height} x {image.width} pixels, more than {MAX_PIXELS:,}; "
@@ -168,6 +172,7 @@ def _png_bits(path: Path) -> int:
 
 def _load_npy(path: Path, mode: Any) -> np.ndarray[Any, Any]:
     try:
+        check_regular(path)
         return np.load(path, mmap_mode=mode, allow_pickle=False)
     except Exception as error:
         raise _unreadable(path, error) from error

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from veca._util.files import check_regular
 from veca.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ class Tree:
         """The content of a file."""
         self.require([name])
         try:
+            check_regular(self.root / name)
             data = (self.root / name).read_bytes()
         except OSError as error:
             raise self.error(name, f"cannot be read ({error.strerror}); replace it") from error
