@@ -2,10 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# What users install beside the core, and those of it whose lowest versions are tested.
+EXTRAS := train,probe,viz,export,hf,demo,embed,search
+LOWEST_EXTRAS := train,probe,viz,export,hf,embed,search
 # One thread: on a busy machine several that wait for each other are many times slower.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test test-fast test-gpu coverage research-test lint docs docs-version build lowest clean
+.PHONY: run test test-fast test-gpu coverage research-test lint docs docs-version build sbom lowest clean
 
 run: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
@@ -40,11 +43,23 @@ docs-version: $(VENV)/.installed-dev  # the site of VERSION into the branch gh-p
 build: $(VENV)/.installed-dev  # the wheel and the source archive, into dist/
 	$(BIN)/python -m build
 
-lowest:  # the core of the package with the lowest versions that it declares
+sbom: $(VENV)/.installed-dev  # what a release runs with, version by version, as CycloneDX
+	$(PYTHON) -m venv --clear $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt '.[$(EXTRAS)]'
+	$(VENV)-release/bin/python -m pip uninstall --quiet --yes pip setuptools
+	mkdir -p build
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --mc-type library \
+		--output-reproducible --short-PURLs -o build/veca.cdx.json $(VENV)-release/bin/python
+
+lowest:  # with the lowest versions that are declared: the core alone, which extras would raise, and all
 	$(PYTHON) -m pip install --quiet uv
-	uv venv --quiet --clear --python $(PYTHON) $(VENV)-lowest
-	uv pip install --quiet --python $(VENV)-lowest --resolution lowest-direct -e '.[test]'
-	OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -n 2 -m "not slow and not browser and not gpu"
+	for extras in test test,$(LOWEST_EXTRAS); do \
+		uv venv --quiet --clear --python $(PYTHON) $(VENV)-lowest && \
+		uv pip install --quiet --python $(VENV)-lowest --resolution lowest-direct -e ".[$$extras]" && \
+		OMP_NUM_THREADS=1 $(VENV)-lowest/bin/python -m pytest -n 2 \
+			-m "not slow and not browser and not gpu" || exit 1; \
+	done
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -56,5 +71,5 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-release .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	rm -rf coverage.md build dist quickstart

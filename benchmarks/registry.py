@@ -34,6 +34,7 @@ SPEED = {
 }
 SCORES = {
     "probes": Benchmark("every probe of the README in one go, for any weights"),
+    "finetune": Benchmark("the fine-tuning example on a part of Pets, beside frozen features"),
     "collect": Benchmark("records of probes as one flat file, results/probes.csv"),
     "tables": Benchmark("the tables of README and docs, from the results files"),
     "plot": Benchmark("the plots of README and docs, from the results files"),

@@ -226,19 +226,8 @@ step scores-dense192-sizes "19 minutes on one CPU core"
 probes control/dense192-sizes --weights dense_vit_small=runs/dense192-sizes/final --teacher= --verify
 step collect "seconds; benchmarks/results/probes.csv from all records"
 do_ python -m benchmarks collect $RECORDS
-step finetune "8 times 4 to 9 minutes on one CPU core"
-for task in classification:80:370 segmentation:60:185; do
-    IFS=: read -r name steps photos <<<"$task"
-    for kind in nested full; do
-        tuned=(python "examples/finetune_$name.py" --data "$PETS" --test-limit "$photos")
-        if [[ $kind == full ]]; then tuned+=(--no-nested); fi
-        kept=benchmarks/results/finetune/$name
-        do_ "${tuned[@]}" --steps "$steps" --out "runs/tuned/$name-$kind"
-        do_ cp "runs/tuned/$name-$kind/results.json" "$kept-$kind.json"
-        do_ "${tuned[@]}" --steps 300 --batch 16 --size 96 --lr 1e-3 --out "runs/tuned/$name-long-$kind"
-        do_ cp "runs/tuned/$name-long-$kind/results.json" "$kept-long-$kind.json"
-    done
-done
+step finetune "about 15 minutes on one CPU core; fine-tuning beside frozen features"
+do_ python -m benchmarks finetune --data "$PETS"
 
 # --------------------------------------------------------------------------------------------- looks
 part looks "what the students learnt, on photos of the validation split"

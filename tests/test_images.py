@@ -367,8 +367,8 @@ def test_a_stream_that_cannot_seek_is_read() -> None:
 @pytest.mark.parametrize(
     ("source", "noun"),
     [
-        (np.zeros((4, 4, 3), np.float32), "float32"),
-        (torch.zeros(3, 4, 4), r"torch\.float32"),
+        (np.zeros((4, 4, 3), np.int64), "int64"),
+        (torch.zeros(3, 4, 4, dtype=torch.int32), r"torch\.int32"),
         (np.zeros((4, 4), np.uint8), r"\[4, 4\].*RGB"),
         (np.zeros((4, 4, 4), np.uint8), r"\[4, 4, 4\].*RGB"),
         (np.zeros((3, 4, 5), np.uint8), r"transpose\(1, 2, 0\)"),
@@ -480,7 +480,7 @@ def test_the_limit_is_inclusive_and_a_parameter(tmp_path: Path) -> None:
     assert read_image(path, max_pixels=120).size == (12, 10)
     with pytest.raises(ImageError, match="max_pixels=119"):
         read_image(path, max_pixels=119)
-    for bad in (0, -1, True, 1e6, None):
+    for bad in (0, -1, True, 1e6):
         with pytest.raises(ImageError, match="max_pixels"):
             read_image(path, max_pixels=bad)  # type: ignore[arg-type]
 

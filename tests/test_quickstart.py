@@ -43,7 +43,7 @@ def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
     assert result.rows[0].patch_agreement < 1
 
     page = result.page.read_text()
-    sources = re.findall(r'<img src="([^"]+)"', page)
+    sources = re.findall(r'<image [^>]*href="([^"]+)"', page)
     names = [photo.stem for photo in bundled_photos()[:2]]
     drawn = [f"{name}-{part}.png" for name in names for part in PARTS]
     assert sources == [*drawn, "numbers.png"]

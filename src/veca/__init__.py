@@ -16,8 +16,15 @@ if TYPE_CHECKING:
     from veca.dense import DenseVit
     from veca.engine import InferenceEngine, compile_for_inference
     from veca.images import preprocess
-    from veca.model import Veca, VecaOutput, create_model
-    from veca.weights import export_official, import_official, load, save
+    from veca.model import Veca, VecaOutput
+    from veca.weights import (
+        create_model,
+        export_official,
+        import_official,
+        list_models,
+        load,
+        save,
+    )
 
 __all__ = [
     "PRESETS",
@@ -35,6 +42,7 @@ __all__ = [
     "export_official",
     "features",
     "import_official",
+    "list_models",
     "load",
     "preprocess",
     "save",
@@ -46,9 +54,10 @@ _PLACES = {
     "Veca": "model",
     "VecaOutput": "model",
     "compile_for_inference": "engine",
-    "create_model": "model",
+    "create_model": "weights",
     "export_official": "weights",
     "import_official": "weights",
+    "list_models": "weights",
     "load": "weights",
     "preprocess": "images",
     "save": "weights",

@@ -67,6 +67,25 @@ def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:
     return known
 
 
+def check_blocks(n: int | Sequence[int] | None, depth: int) -> list[int]:
+    """Which of `depth` blocks are meant, in order and from 0: the last n, some of them, or all."""
+    last = whole(n)
+    if n is None:
+        wanted = list(range(depth))
+    elif last is not None:
+        wanted = list(range(depth - last, depth)) if 0 < last <= depth else []
+    else:
+        numbers = [whole(block) for block in n] if isinstance(n, Iterable) else []
+        known = [block for block in numbers if block is not None and -depth <= block < depth]
+        wanted = sorted({block % depth for block in known}) if len(known) == len(numbers) else []
+    if not wanted:
+        raise InputError(
+            f"blocks are named by their numbers from 0 to {depth - 1}, negative ones from the end, "
+            f"or by how many of the last {depth}; got {n!r}."
+        )
+    return wanted
+
+
 def check_images(images: Tensor, channels: int, patch_size: int) -> tuple[int, int]:
     """The patch grid (h, w) of a batch of images that the model can take."""
     if not isinstance(images, Tensor):

@@ -173,8 +173,12 @@ def _check_size(size: int | tuple[int, int], patch: int) -> tuple[int, int]:
     given = tuple(size) if isinstance(size, Sequence) else (size, size)
     sides = [side for side in map(whole, given) if side is not None]
     if len(given) != 2 or len(sides) != 2 or any(side < patch or side % patch for side in sides):
+        off = next((side for side in sides if side % patch), None)
+        near = (
+            [] if off is None or off < patch else [off // patch * patch, -(-off // patch) * patch]
+        )
         raise InputError(
             f"size must be one side or (height, width) in pixels, multiples of the patch size "
-            f"{patch}; got {size!r}."
+            f"{patch}; got {size!r}{f'; the nearest are {near[0]} and {near[1]}' if near else ''}."
         )
     return sides[0], sides[1]

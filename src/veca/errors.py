@@ -33,6 +33,12 @@ class InputError(VecaError, ValueError):
     """A tensor, budget or option that a model or an operation cannot take."""
 
 
+class OutputKeyError(InputError, KeyError):
+    """A part that the output of a model does not have."""
+
+    __str__ = Exception.__str__  # KeyError would show the message in quotes
+
+
 class ImageError(VecaError, ValueError):
     """An image that cannot be read or fitted to the patch grid."""
 

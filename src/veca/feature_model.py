@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from veca.config import DEFAULT_SIZE, VecaConfig
-from veca.images import Preprocessed, Size, Source, preprocess
+from veca.images import ImageTransform, Preprocessed, Size, Source, preprocess
 
 
 class FeatureModel:
@@ -18,6 +19,10 @@ class FeatureModel:
     config: VecaConfig
     name: str | None = None
     """What its weights are called, if they have a name; neither stored nor trained."""
+    provenance: Mapping[str, Any] = MappingProxyType({})
+    """Where its weights come from, as stored with them; `veca.save` keeps it."""
+    beside: Mapping[str, bytes] = MappingProxyType({})
+    """Files that lie beside its weights and belong to them, by name; `veca.save` keeps them."""
     _has_cores = True
 
     if TYPE_CHECKING:  # each class has its own way of knowing these
@@ -27,6 +32,10 @@ class FeatureModel:
 
         @property
         def dtype(self) -> torch.dtype: ...
+
+    def take_origin(self, other: FeatureModel) -> None:
+        """Be known as coming from where the weights of `other` come from."""
+        self.provenance, self.beside = other.provenance, other.beside
 
     @property
     def num_features(self) -> int:
@@ -52,6 +61,26 @@ class FeatureModel:
             options: as in `veca.preprocess`; what is given there wins.
         """
         return preprocess(images, size, model=self, **options)
+
+    def transform(
+        self,
+        size: int | tuple[int, int] = DEFAULT_SIZE,
+        *,
+        shape: str = "square",
+        max_pixels: int | None = None,
+    ) -> ImageTransform:
+        """From one image to the tensor [3, H, W] that this model takes, for a `Dataset`.
+
+        >>> ImageFolder("photos", transform=model.transform(224))
+
+        Args:
+            size: pixels, one number for both sides or (height, width).
+            shape: "square" cuts the middle out of an image of another shape, "squash" takes it
+                whole, "short" keeps its shape and makes the short side `size`.
+            max_pixels: the most that an image may have, as in `veca.images.read_image`.
+        """
+        c = self.config
+        return ImageTransform(size, shape, c.patch_size, c.image_mean, c.image_std, max_pixels)
 
     def __repr__(self) -> str:
         c = self.config

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,19 @@ from torch.utils.checkpoint import checkpoint
 
 from veca import rope
 from veca.attention import BACKENDS, core_attention
-from veca.checks import check_budget, check_finite, check_images, check_keep, check_layers
+from veca.checks import (
+    check_blocks,
+    check_budget,
+    check_finite,
+    check_images,
+    check_keep,
+    check_layers,
+)
 from veca.config import VecaConfig, preset
 from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, merge, merge_plan
+from veca.outputs import LayerTokens, as_dino, one_line, part
 from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
@@ -55,6 +63,19 @@ class VecaOutput(NamedTuple):
     def feature_map(self) -> Tensor:
         """[B, D', h, w] the dense features as an image."""
         return self.patches.transpose(1, 2).unflatten(2, self.grid)
+
+    def keys(self) -> tuple[str, ...]:
+        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
+        return ("cls", "patches", "cores", "core_xy", "grid", "feature_map")
+
+    def __getitem__(self, key: Any) -> Any:
+        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
+
+    def __repr__(self) -> str:
+        return one_line(self, ("cls", "patches", "cores"))
 
 
 class CoreBank(nn.Module):
@@ -357,6 +378,51 @@ class Veca(FeatureModel, nn.Module):
         }
         return [outputs[number] for number in wanted]
 
+    def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
+        """[B, C + N, D'] the same as one tensor, as timm has it: all cores, then all patches."""
+        out = self.forward(images, cores)
+        return torch.cat([out.cores, out.patches], dim=1)
+
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | Sequence[int] = 1,
+        reshape: bool = False,
+        return_class_token: bool = False,
+        return_extra_tokens: bool = False,
+        norm: bool = True,
+        *,
+        cores: int | None = None,
+        projection: bool = True,
+    ) -> tuple[Any, ...]:
+        """Patch features after some blocks, one entry a block, in the order of the network: DINO's.
+
+        `forward_intermediates` has all parts of the output, and counts blocks from 1.
+
+        Args:
+            x: images [B, 3, H, W], as `forward` takes them.
+            n: the last n blocks; or which ones, from 0, negative ones from the end.
+            reshape: [B, D', h, w] instead of [B, N, D'].
+            return_class_token: (patches, cls [B, D']) for each block.
+            return_extra_tokens: the cores but the first, [B, C - 1, D'], as the last of each entry.
+            norm: through the final norm and output projection, so that the last block's are those
+                of `forward`; else the raw residual stream, `embed_dim` wide.
+            cores: the budget.
+            projection: False: with `norm` through the norm alone, `embed_dim` wide.
+        """
+        blocks = check_blocks(n, self.config.depth)
+        wanted = [block + 1 for block in blocks]
+        outputs = self.forward_intermediates(x, cores, wanted, norm=norm and projection)
+        layers = [LayerTokens(out.cores, out.patches, out.grid) for out in outputs]
+        if norm and not projection:
+            layers = [LayerTokens(self.norm(a), self.norm(b), grid) for a, b, grid in layers]
+        return as_dino(
+            layers,
+            reshape=reshape,
+            class_token=return_class_token,
+            extra_tokens=return_extra_tokens,
+        )
+
     def attention_maps(
         self,
         images: Tensor,
@@ -498,7 +564,7 @@ class Veca(FeatureModel, nn.Module):
 
 
 def _unpacked(
-    block: Block,
+    block: nn.Module,
     budget: int,
     backend: str,
     multiplicity: Tensor | None,
@@ -507,7 +573,7 @@ def _unpacked(
 ) -> Tensor:
     """A block whose tensors are arguments of their own, which checkpoints can see."""
     cores, patches = Rotation(*tables[:2]), Rotation(*tables[2:])
-    return block(x, budget, cores, patches, backend, multiplicity)
+    return cast(Tensor, block(x, budget, cores, patches, backend, multiplicity))
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:

@@ -80,6 +80,7 @@ def quickstart(
     size: int = DEFAULT_SIZE,
     device: torch.device | str = "cpu",
     progress: Callable[[str], None] = lambda line: None,
+    command: str = "",
 ) -> Quickstart:
     """Run photos at budgets 8..64, draw them, time them beside a dense ViT; write a page to `out`.
 
@@ -89,6 +90,7 @@ def quickstart(
             there are none.
         size: the short side of the photos and the side of the timed image, in pixels; the nearest
             multiple of the patch size is taken.
+        command: what made the page, for its foot.
     """
     name, model, fresh = load_or_fresh(weights, device)
     budgets = viz.fitting_budgets(model, BUDGETS)
@@ -111,7 +113,7 @@ def quickstart(
         for c in budgets
     ]
     result = Quickstart(name, not fresh, size, rows, times["dense"], out / "index.html")
-    _write_page(result, views, device, progress)
+    _write_page(result, views, device, progress, command)
     return result
 
 
@@ -176,13 +178,15 @@ def _write_page(
     views: Sequence[viz.View],
     device: torch.device | str,
     progress: Callable[[str], None],
+    command: str,
 ) -> None:
     where = bench.machine(device)
-    page = Page("VECA: one set of weights, any budget")
-    page.text(
+    page = Page(
+        "One set of weights, any budget",
         "Every patch of the image lives through the whole network, but patches talk only through "
-        "a few cores. How many is chosen at inference: fewer cores, less work."
+        "a few cores. How many is chosen at inference: fewer cores, less work.",
     )
+    page.facts(_facts(result))
     if not result.trained:
         page.text(FRESH, "note")
     page.heading("What a budget costs, and what it changes")
@@ -200,12 +204,28 @@ def _write_page(
     budgets = viz.fitting_budgets(model)
     ends = viz.Options(cores=sorted({budgets[0], budgets[-1]}))
     for stem, view in unique_names(views):
+        page.heading(stem)
         for part in PARTS:
             progress(f"drawing {stem}: {part}")
             title, figure = draw_part(view, part, ends if part in _ENDS else None)
-            add_figure(page, figure, folder / f"{stem}-{part}.png", f"{stem}: {title.lower()}")
+            add_figure(page, figure, folder / f"{stem}-{part}.png", title, level=3)
     progress("measuring what the cores do")
     rows = numbers.measure(views, budgets)
     add_numbers(page, rows, folder, not result.trained, viz.default_layers(model))
-    page.text("`veca viz report PHOTO` draws all of this and more of a photo; `veca demo` live.")
+    page.heading("Where to go from here")
+    page.text("All of this and more of a photo of yours, and the same live, with a slider:")
+    page.code("veca viz report PHOTO\nveca demo")
+    page.made_by(command)
     page.write(result.page)
+
+
+def _facts(result: Quickstart) -> list[tuple[str, str]]:
+    """What the smallest budget costs and keeps."""
+    row, full = result.rows[0], result.rows[-1]
+    cores = f"{row.cores} core{'s' * (row.cores != 1)}"
+    return [
+        (f"{row.cost.interaction_ratio:.1%}", f"of full attention's interactions, with {cores}"),
+        (f"{row.cost.flops_ratio:.0%}", "of a dense ViT's FLOPs"),
+        (f"{row.ms / result.dense_ms:.0%}", "of a dense ViT's time, measured here"),
+        (f"{row.patch_agreement:.3f}", f"cosine of its patches with those of {full.cores} cores"),
+    ]

@@ -11,6 +11,7 @@ from veca import create_model, save
 from veca.app.content import Limits, Photo
 from veca.app.handlers import Handlers
 from veca.app.model_cache import ModelCache
+from veca.app.uploads import Uploads
 
 
 def make_photo(width: int = 96, height: int = 64, seed: int = 0) -> Image.Image:
@@ -35,12 +36,12 @@ def models(weights, monkeypatch, tmp_path) -> ModelCache:
 def handlers(models, tmp_path) -> Handlers:
     folder = tmp_path / "files"
     folder.mkdir()
-    return Handlers(models, Limits(), str(folder))
+    return Handlers(models, Limits(), Uploads(folder / "uploads"), folder)
 
 
 @pytest.fixture
 def photo() -> Photo:
-    return Photo("a photo", make_photo())
+    return Photo("a photo", make_photo(), (64, 96))
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
 """The demo in a real browser: headless Chromium opens it, drops photos and moves the slider.
 
-Skipped where gradio, playwright or a Chromium cannot be had; the reason says which. A Chromium
-elsewhere than on the PATH is named by VECA_CHROMIUM. With VECA_SCREENSHOTS set to a folder, what
-the browser showed is kept there.
+With VECA_SCREENSHOTS set to a folder, what the browser showed is kept there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -18,33 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import browsers
 from conftest import SMALLEST, stirred
 from veca import cost, create_model, save
 from veca.embed.writers.files import read_features
 
-CHROMIUM = os.environ.get("VECA_CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-MISSING = [
-    *(
-        f"{name} is not installed (extra {extra})"
-        for name, extra in (("gradio", "demo"), ("playwright", "browser"))
-        if importlib.util.find_spec(name) is None
-    ),
-    *([] if CHROMIUM else ["no Chromium on the PATH (apt-get install chromium)"]),
-]
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING)),
-]
-ARGUMENTS = [
-    "--no-sandbox",  # containers run as root
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--no-first-run",
-]
+pytestmark = browsers.needed(gradio="demo")
 PATIENCE = 60_000  # milliseconds; a busy machine is not a fault
 
 
@@ -60,12 +35,8 @@ def address(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+    with browsers.chromium() as browser:
         yield browser
-        browser.close()
 
 
 class Visitor:

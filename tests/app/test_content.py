@@ -35,6 +35,23 @@ def test_photos_are_read_and_named(tmp_path, noise):
     assert photo.name == "my photo" and photo.image.size == (96, 64)
 
 
+def test_only_what_the_page_can_show_is_kept(tmp_path):
+    """Twelve photos of 7000 x 7000 pixels, 143 KB each, took 2.6 GB."""
+    limits = Limits(size=256, patches=1024)
+
+    def kept(*size):
+        Image.new("RGB", size, "teal").save(tmp_path / "p.png")
+        photo = content.open_photo(tmp_path / "p.png", limits)
+        assert photo.original == size[::-1]
+        return photo.image.size
+
+    assert kept(1750, 1750) == (256, 256)
+    assert kept(200, 900) == (200, 900)
+    width, height = kept(4500, 300)
+    assert width * height == pytest.approx(1024 * 16**2, rel=0.01)
+    assert width / height == pytest.approx(15, rel=0.01)
+
+
 def test_bad_files_get_a_message_for_the_visitor(tmp_path, noise):
     text = tmp_path / "text.jpg"
     text.write_text("not a photo")
@@ -70,13 +87,13 @@ def test_files_that_are_too_large_are_not_read(tmp_path, noise):
 
 @pytest.mark.parametrize("size", [(4000, 3000), (40, 30)])
 def test_large_and_small_photos(entry, size):
-    look = content.look(entry, Photo("p", Image.new("RGB", size, "teal")), 64)
+    look = content.look(entry, Photo("p", Image.new("RGB", size, "teal"), size[::-1]), 64)
     assert look.view.grid == (4, 5)  # 64 x 85, to the nearest patch
     assert content.features_picture(look, 3).size == (512, 384)
 
 
 def test_long_thin_photos_are_refused_when_they_would_be_too_many_patches(entry):
-    strip = Photo("strip", Image.new("RGB", (4000, 20)))
+    strip = Photo("strip", Image.new("RGB", (4000, 20)), (20, 4000))
     with pytest.raises(ImageError, match="204,800 patches"):
         content.look(entry, strip, 512)
 
@@ -109,8 +126,11 @@ def test_paths_and_their_mean_length(look):
 
 
 def test_similarity_of_a_click_and_of_the_whole(look):
-    whole = np.array(content.similarity_picture(look, 8, None))
-    spot = np.array(content.similarity_picture(look, 8, (0.1, 0.9)))
+    (picture, (low, high)), (at_spot, (_, most)) = (
+        content.similarity_picture(look, 8, point) for point in (None, (0.1, 0.9))
+    )
+    assert -1 <= low < high <= 1 and most == pytest.approx(1, abs=1e-5)  # the patch with itself
+    whole, spot = np.array(picture), np.array(at_spot)
     assert whole.shape == spot.shape and (whole != spot).any()
     marked, plain = content.photo_picture(look, (0.1, 0.9)), content.photo_picture(look)
     assert (np.array(plain) == np.array(look.view.shown)).all()
@@ -125,7 +145,7 @@ def test_clicked_pixels_become_points():
 def test_times_are_measured_and_the_numbers_are_the_costs(entry, look):
     times = content.measure_times(look, entry, 3)
     assert times.veca > 0 and times.dense > 0 and entry.dense_ms == {(64, 96): times.dense}
-    table = content.costs_table(look, 3, Times(2.0, 8.0))
+    table = content.costs_table(look, 3, Times(2.0, 8.0, 8.0))
     expected = cost(entry.model.config, (64, 96), 3)
     assert "VECA, 3 cores" in table and "2.0" in table and "25.0%" in table
     assert f"{expected.veca.interactions:,}" in table
@@ -133,19 +153,37 @@ def test_times_are_measured_and_the_numbers_are_the_costs(entry, look):
     assert f"{expected.veca.flops / 1e9:.2f}" in table and f"{expected.flops_ratio:.1%}" in table
 
 
-def test_a_slow_dense_network_is_not_timed_at_every_move(entry, look, monkeypatch):
-    entry.dense_ms[(64, 96)] = 1e6
+def test_the_dense_network_is_timed_once_for_each_size(entry, look, monkeypatch):
+    first = content.measure_times(look, entry, 3)
     monkeypatch.setattr(entry.dense, "forward", lambda images: pytest.fail("was run"))
-    assert content.measure_times(look, entry, 3).dense == 1e6
+    assert content.measure_times(look, entry, 8).dense == first.dense
+
+
+def test_a_slow_dense_network_is_timed_when_asked_for_alone(entry, look, monkeypatch):
+    """At 1,024 px it took most of the 25 s until the first picture."""
+    runs = []
+    forward = entry.dense.forward
+    monkeypatch.setattr(entry.dense, "forward", lambda x: (runs.append(1), forward(x))[1])
+    monkeypatch.setattr(content, "_QUICK_MS", 0.0)
+    times = content.measure_times(look, entry, 3)
+    assert times.dense is None and times.expected > 0 and not runs
+    assert "not timed" in content.costs_table(look, 3, times)
+    asked = content.time_dense(look, entry, 3)
+    assert asked.dense > 0 and runs
+    assert content.measure_times(look, entry, 8).dense == asked.dense
+    entry.dense_ms.clear()
+    monkeypatch.setattr(content, "_ENDLESS_MS", 0.0)
+    with pytest.raises(ImageError, match="dense ViT"):
+        content.time_dense(look, entry, 3)
 
 
 def test_names_are_escaped(entry, photo):
-    look = content.look(entry, Photo("<b>x</b>", photo.image), 64)
+    look = content.look(entry, Photo("<b>x</b>", photo.image, photo.original), 64)
     assert "<b>" not in re.sub("</?(table|thead|tbody|tr|th|td|p)>", "", _table(look))
 
 
 def _table(look):
-    return content.costs_table(look, 3, Times(1.0, 1.0))
+    return content.costs_table(look, 3, Times(1.0, 1.0, 1.0))
 
 
 def test_the_file_holds_the_features(entry, look, tmp_path):

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from conftest import SMALLEST
 from veca import create_model, save
+from veca.app import content
 from veca.app.content import Limits
-from veca.app.handlers import Handlers
+from veca.app.handlers import Controls, Handlers, bundled
 from veca.app.model_cache import FRESH_NAME, ModelCache
+from veca.app.page import CHANGED
+from veca.app.uploads import Uploads
+from veca.app.visitors import Visit
 from veca.embed.writers.files import read_features
+from veca.errors import InputError
 from veca.quickstart import bundled_photos
 
-CHOICE = (4, 3, 1, "norm")
 WEIGHTS = "weights"
+SET = Controls(weights=WEIGHTS, size=64, cores=4, layer=3, core=1, kind="norm")
 PICTURES = ("photo", "features", "similarity", "paths", "attention")
 
 
@@ -24,9 +34,17 @@ def _pixels(changes, name):
     return np.array(changes[name]["value"])
 
 
+def _upload(handlers, path, name=None):
+    """Send a file as the page does."""
+    with handlers.uploads.place("visitor", path.stat().st_size) as place, path.open("rb") as file:
+        handlers.uploads.write(place, name or path.name, file)
+    return handlers.upload(None, SET, {"path": place})
+
+
 def test_a_new_visitor_sees_the_first_bundled_photo(handlers):
-    seen = handlers.start(WEIGHTS, 64, *CHOICE)
-    assert seen["look"].photo.name == bundled_photos()[0].stem and seen["point"] is None
+    seen = handlers.start(None, SET)
+    visit = seen["visit"]
+    assert visit.photo.name == bundled_photos()[0].stem and visit.point is None
     assert seen["message"]["value"] == ""  # nothing to warn of
     assert "VECA, 4 cores" in seen["numbers"]["value"]
     assert seen["cores"] == {"maximum": 8, "value": 4} and seen["layer"]["maximum"] == 3
@@ -34,98 +52,186 @@ def test_a_new_visitor_sees_the_first_bundled_photo(handlers):
         assert _pixels(seen, name).ndim == 3
 
 
+def test_handlers_change_what_the_page_expects_of_them(handlers, tmp_path, noise):
+    noise().save(tmp_path / "a.png")
+    visit = handlers.start(None, SET)["visit"]
+    changes = {name: getattr(handlers, name)(visit, SET) for name in CHANGED if name not in _MORE}
+    changes |= {name: getattr(handlers, name)(visit, SET, value) for name, value in _MORE.items()}
+    changes["upload"] = _upload(handlers, tmp_path / "a.png")
+    for name, changed in changes.items():
+        assert set(changed) - {"visit"} <= set(CHANGED[name]), name
+
+
+_MORE = {"pick": 1, "click": (3, 4), "upload": None}
+
+
 def test_moving_the_budget_changes_pictures_and_numbers(handlers):
-    seen = handlers.start(WEIGHTS, 64, *CHOICE)
-    moved = handlers.budget(seen["look"], None, 8, 3, 1, "norm")
+    seen = handlers.start(None, SET)
+    moved = handlers.redraw(seen["visit"], SET._replace(cores=8))
     for name in ("features", "paths", "attention", "similarity"):
         assert (_pixels(moved, name) != _pixels(seen, name)).any(), name
     assert (_pixels(moved, "photo") == _pixels(seen, "photo")).all()
     assert "VECA, 8 cores" in moved["numbers"]["value"]
     assert moved["features"]["label"] == "dense features, 8 cores"
-    back = handlers.budget(seen["look"], None, *CHOICE)
+    back = handlers.redraw(seen["visit"], SET)
     for name in PICTURES:
         assert (_pixels(back, name) == _pixels(seen, name)).all(), name
 
 
 def test_core_layer_and_kind_change_the_attention_alone(handlers):
-    seen = handlers.start(WEIGHTS, 64, *CHOICE)
-    for choice in ((4, 3, 2, "norm"), (4, 1, 1, "norm"), (4, 3, 1, "softmax")):
-        changes = handlers.attention(seen["look"], *choice)
+    seen = handlers.start(None, SET)
+    for change in ({"core": 2}, {"layer": 1}, {"kind": "softmax"}):
+        changes = handlers.attention(seen["visit"], SET._replace(**change))
         assert set(changes) == {"attention"}
         assert (_pixels(changes, "attention") != _pixels(seen, "attention")).any()
-    label = handlers.attention(seen["look"], 4, 2, 64, "norm")["attention"]["label"]
-    assert label == "attention of core 4 of 4, layer 2"
+    changes = handlers.attention(seen["visit"], SET._replace(layer=2, core=64))
+    assert changes["attention"]["label"] == "attention of core 4 of 4, layer 2"
 
 
 def test_a_click_is_kept_through_the_next_move(handlers):
-    seen = handlers.start(WEIGHTS, 64, *CHOICE)
-    clicked = handlers.click((10, 300), seen["look"], 4)
-    assert set(clicked) == {"point", "photo", "similarity"}
-    assert clicked["point"] == pytest.approx((10.5 / 384, 300.5 / 384))
+    seen = handlers.start(None, SET)
+    clicked = handlers.click(seen["visit"], SET, (10, 300))
+    visit = clicked["visit"]
+    assert visit.point == pytest.approx((10.5 / 384, 300.5 / 384))
     assert (_pixels(clicked, "similarity") != _pixels(seen, "similarity")).any()
-    moved = handlers.budget(seen["look"], clicked["point"], *CHOICE)
+    moved = handlers.redraw(visit, SET)
     assert (_pixels(moved, "similarity") == _pixels(clicked, "similarity")).all()
-    bigger = handlers.relook(seen["look"], clicked["point"], WEIGHTS, 128, *CHOICE)
-    assert bigger["point"] == clicked["point"] and bigger["look"].view.grid == (8, 8)
+    bigger = handlers.relook(visit, SET._replace(size=128))
+    assert bigger["visit"].point == visit.point and bigger["visit"].size == 128
 
 
 def test_a_bad_upload_is_a_message_and_changes_nothing_else(handlers, tmp_path):
     path = tmp_path / "text.jpg"
     path.write_text("<script>alert(1)</script>")
-    changes = handlers.upload(str(path), WEIGHTS, 64, *CHOICE)
+    changes = _upload(handlers, path)
     assert set(changes) == {"message", "upload"} and changes["upload"] == {"value": None}
     message = changes["message"]["value"]
     assert "text.jpg" in message and "Traceback" not in message
-    assert handlers.upload(None, WEIGHTS, 64, *CHOICE) == {}
+    assert handlers.upload(None, SET, None) == {}
 
 
 def test_names_in_messages_are_escaped(handlers, tmp_path):
-    path = tmp_path / "<b>.jpg"
+    path = tmp_path / "text"
     path.write_text("x")
-    message = handlers.upload(str(path), WEIGHTS, 64, *CHOICE)["message"]["value"]
+    message = _upload(handlers, path, "<b>.jpg")["message"]["value"]
     assert "&lt;b&gt;.jpg" in message and "<b>" not in message
 
 
-def test_an_upload_is_seen(handlers, tmp_path, noise):
+def test_an_upload_is_seen_and_its_file_is_gone(handlers, tmp_path, noise):
     noise(40, 30).save(tmp_path / "small.png")
-    changes = handlers.upload(str(tmp_path / "small.png"), WEIGHTS, 64, *CHOICE)
-    assert (
-        changes["look"].photo.name == "small"
-        and "small at 64 x 80" in (changes["numbers"]["value"])
-    )
-    picked = handlers.pick(2, WEIGHTS, 64, *CHOICE)
-    assert picked["look"].photo.name == bundled_photos()[2].stem
+    changes = _upload(handlers, tmp_path / "small.png")
+    assert changes["visit"].photo.name == "small"
+    assert "small at 64 x 80" in changes["numbers"]["value"]
+    assert list(handlers.uploads.folder.iterdir()) == []
+    picked = handlers.pick(changes["visit"], SET, 2)
+    assert picked["visit"].photo.name == bundled_photos()[2].stem
 
 
-def test_unknown_weights_and_sizes_are_messages(handlers):
-    assert "no weights" in handlers.start("x", 64, *CHOICE)["message"]["value"]
-    assert "size=8" in handlers.start(WEIGHTS, 8, *CHOICE)["message"]["value"]
+def test_a_file_that_was_not_uploaded_is_not_read(handlers, tmp_path, noise):
+    noise().save(tmp_path / "private.png")
+    for path in (str(tmp_path / "private.png"), "/etc/passwd", "http://127.0.0.1:1/x.png"):
+        changes = handlers.upload(None, SET, {"path": path})
+        assert "visit" not in changes and "error" in changes["message"]["value"]
+    assert (tmp_path / "private.png").exists()
+
+
+def test_one_photo_is_decoded_at_a_time(handlers, tmp_path, noise, monkeypatch):
+    noise().save(tmp_path / "a.png")
+    at_once, most = [], []
+    open_photo = content.open_photo
+
+    def counted(*arguments):
+        at_once.append(1)
+        most.append(len(at_once))
+        try:
+            threading.Event().wait(0.05)
+            return open_photo(*arguments)
+        finally:
+            at_once.pop()
+
+    monkeypatch.setattr(content, "open_photo", counted)
+    threads = [
+        threading.Thread(target=_upload, args=(handlers, tmp_path / "a.png")) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_large_photos_leave_no_memory_behind(handlers, tmp_path):
+    """Each is decoded in a thread of its own, as the web server has it."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    photo = tmp_path / "vast.png"
+    Image.new("RGB", (4000, 4000)).save(photo)
+    handlers._see = lambda photo, controls: {"visit": Visit(photo, WEIGHTS, 64)}
+    before, kept = resident(), []
+    threads = [
+        threading.Thread(target=lambda: kept.append(_upload(handlers, photo))) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(changes["visit"].photo.image.size == (1024, 1024) for changes in kept)
+    assert resident() - before < 100 * 2**20
+
+
+def test_unknown_weights_photos_and_sizes_are_messages(handlers):
+    assert "no weights" in handlers.start(None, SET._replace(weights="x"))["message"]["value"]
+    assert "size=8" in handlers.start(None, SET._replace(size=8))["message"]["value"]
+    for index in (-1, 99, [1, 2]):
+        assert "photos" in handlers.pick(None, SET, index)["message"]["value"]
+    with pytest.raises(InputError):
+        bundled(99)
 
 
 def test_fresh_and_smaller_weights(tmp_path, weights, monkeypatch):
     monkeypatch.setattr("veca.app.model_cache.available", lambda: [])
     small = str(save(create_model(SMALLEST, num_cores=2, depth=2), tmp_path / "small"))
-    handlers = Handlers(ModelCache([weights, small]), Limits(), str(tmp_path))
-    seen = handlers.start(WEIGHTS, 64, 8, 3, 5, "norm")
-    other = handlers.relook(seen["look"], None, "small", 64, 8, 3, 5, "norm")
+    uploads = Uploads(tmp_path / "uploads")
+    handlers = Handlers(ModelCache([weights, small]), Limits(), uploads, tmp_path)
+    before = SET._replace(cores=8, core=5)
+    seen = handlers.start(None, before)
+    other = handlers.relook(seen["visit"], before._replace(weights="small"))
     assert other["cores"] == {"maximum": 2, "value": 2} and other["layer"]["value"] == 2
     assert "random weights" in other["message"]["value"]  # saved, but never trained
-    fresh = handlers.relook(other["look"], None, FRESH_NAME, 64, 2, 2, 2, "norm")
+    fresh = handlers.relook(other["visit"], SET._replace(weights=FRESH_NAME))
     assert "random weights" in fresh["message"]["value"] and fresh["cores"]["maximum"] == 64
 
 
 def test_the_download_is_a_file_of_this_visitor(handlers):
-    seen = handlers.start(WEIGHTS, 64, *CHOICE)
-    first, second = (handlers.download(seen["look"], c)["file"]["value"] for c in (2, 8))
-    assert first != second and first.startswith(handlers.folder)
+    visit = handlers.start(None, SET)["visit"]
+    first, second = (
+        handlers.download(visit, SET._replace(cores=c))["file"]["value"] for c in (2, 8)
+    )
+    assert first != second and first.startswith(str(handlers.folder))
     assert read_features(first)["cores"] == 2 and read_features(second)["cores"] == 8
 
 
-def test_touches_before_the_first_photo_do_nothing(handlers):
-    assert handlers.budget(None, None, *CHOICE) == {}
-    assert handlers.attention(None, *CHOICE) == {}
-    assert handlers.click((1, 1), None, 4) == {}
-    assert handlers.download(None, 4) == {}
+def test_a_forgotten_visitor_is_told(handlers):
+    for touch in (handlers.redraw, handlers.attention, handlers.download, handlers.time_dense):
+        changes = touch(None, SET)
+        assert set(changes) == {"message"} and "photo" in changes["message"]["value"]
+    assert set(handlers.click(None, SET, (1, 1))) == {"message"}
+    assert handlers.relook(None, SET)["visit"].photo.name == bundled_photos()[0].stem
+
+
+def test_few_photos_are_kept_as_the_model_sees_them(handlers):
+    """What is computed is many times a photo; it is computed again when it is needed."""
+    visit = handlers.start(None, SET)["visit"]
+    before = handlers.redraw(visit, SET)
+    for i in range(8):
+        handlers.redraw(dataclasses.replace(visit, size=80 + 16 * i), SET)
+    assert len(handlers.looks) == 4
+    after = handlers.redraw(visit, SET)
+    assert all((_pixels(before, name) == _pixels(after, name)).all() for name in PICTURES)
 
 
 @pytest.mark.slow
@@ -136,8 +242,8 @@ def test_visitors_at_once_do_not_mix(handlers, tmp_path, noise):
     budgets = [(2, 8, 3, 7), (5, 1, 8, 2)]
 
     def visit(i):
-        seen = handlers.upload(str(tmp_path / f"{i}.png"), WEIGHTS, 64, *CHOICE)
-        steps = [handlers.budget(seen["look"], None, c, 3, 1, "norm") for c in budgets[i]]
+        seen = _upload(handlers, tmp_path / f"{i}.png")
+        steps = [handlers.redraw(seen["visit"], SET._replace(cores=c)) for c in budgets[i]]
         return [[_pixels(step, name) for name in PICTURES] for step in steps], seen, steps
 
     alone = [visit(i) for i in range(2)]
@@ -151,7 +257,7 @@ def test_visitors_at_once_do_not_mix(handlers, tmp_path, noise):
         thread.join()
     for i in range(2):
         pictures, seen, steps = together[i]
-        assert seen["look"].photo.name == str(i)
+        assert seen["visit"].photo.name == str(i)
         assert all(
             f"VECA, {c} core" in s["numbers"]["value"]
             for c, s in zip(budgets[i], steps, strict=True)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 from PIL import Image
 
 import veca
 from veca import create_model, save
-from veca.cli.main import main
+from veca.cli.main import app, main
 from veca.config import VecaConfig
 
 
@@ -166,3 +168,105 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path)
         assert noun in captured.err, (args, captured.err)
         assert "Traceback" not in captured.err
     assert {p.name for p in tmp_path.iterdir()} == set(_THERE)
+
+
+# ------------------------------------------------------------------------ options of many commands
+
+
+READERS = ("quickstart", "features", "viz", "demo", "pack", "distill", "probe", "embed", "search")
+
+
+@pytest.fixture
+def commands():
+    return typer.main.get_command(app).commands
+
+
+def test_every_command_that_reads_images_takes_max_pixels(commands):
+    with_option = {
+        name
+        for name, command in commands.items()
+        if any("--max-pixels" in parameter.opts for parameter in command.params)
+    }
+    assert with_option == set(READERS)
+
+
+def test_max_pixels_holds_for_one_command(capsys, weights, photo, tmp_path, monkeypatch):
+    monkeypatch.delenv("VECA_MAX_PIXELS", raising=False)
+    args = ["--weights", weights, "--size", "64", "--device", "cpu", "--out", str(tmp_path / "o")]
+    assert main(["features", photo, *args, "--max-pixels", "3499"]) == 2
+    assert "max_pixels=3,499" in capsys.readouterr().err
+    assert "VECA_MAX_PIXELS" not in os.environ
+    assert main(["features", photo, *args]) == 0
+    assert main(["viz", "cores", photo, *args, "--max-pixels", "3499"]) == 2
+    assert "3,499" in capsys.readouterr().err
+    folder = str(Path(photo).parent)
+    embed = ["embed", folder, "--out", str(tmp_path / "vectors"), *args[:-2], "--workers", "1"]
+    assert main([*embed, "--max-pixels", "3499"]) == 2  # in other processes, too
+    failures = (tmp_path / "vectors" / "failures.jsonl").read_text()
+    assert "3,499" in failures
+
+
+def test_switches_look_like_switches(commands, capsys):
+    for name in ("features", "bench"):
+        assert main([name, "--help"]) == 0
+        said = capsys.readouterr().out
+        assert "bool" not in said.lower() and "--help" in said
+    assert main(["--help"]) == 0
+    assert "bool" not in capsys.readouterr().out.lower()
+
+
+@pytest.mark.parametrize(
+    ("args", "remedy"),
+    [
+        (["features", "p", "--out", "o", "--strict", "true"], "leave out 'true'"),
+        (["features", "--overwrite", "False", "p", "--out", "o"], "leave out --overwrite"),
+        (["bench", "--dense", "no"], "--no-dense"),
+    ],
+)
+def test_a_value_behind_a_switch_is_no_file(args, remedy, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(args) == 2
+    said = capsys.readouterr().err
+    assert "switch" in said and remedy in said and said.count("\n") == 1
+    Path("true").mkdir()  # something of that name is what is meant
+    if "true" in args:
+        main(args)
+        assert "switch" not in capsys.readouterr().err
+
+
+def test_info_without_a_model_heeds_size_and_budgets(capsys):
+    assert main(["info", "--size", "512", "--cores", "8"]) == 0
+    out = capsys.readouterr().out
+    for name in veca.PRESETS:
+        assert name in out
+    assert "0.438" in out and "11.41" in out  # of small and of tiny
+    assert main(["info", "--size", "500"]) == 2
+    said = capsys.readouterr()
+    assert "496" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize("command", [["viz", "cores"], ["quickstart"], ["features"], ["embed"]])
+@pytest.mark.parametrize("source", ["https://host/a.jpg", "clip.mp4"])
+def test_addresses_and_videos_are_refused_alike(command, source, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, source, "--out", "out"]) == 2
+    said = capsys.readouterr().err
+    assert source in said and ("ffmpeg" in said if source == "clip.mp4" else "download" in said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kind_that_is_skipped_is_no_side_matter_for_pictures(capsys, weights, photo, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Path(photo).rename(folder / "a.jpg")
+    (folder / "b.mov").touch()
+    args = ["--weights", weights, "--size", "64", "--device", "cpu", "--out", str(tmp_path / "o")]
+    assert main(["viz", "cores", str(folder), *args]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("warning: 1 of 2 files (50%)") and "ffmpeg" in out
+
+
+def test_one_image_is_not_images(capsys, weights, photo, tmp_path):
+    out = str(tmp_path / "o")
+    assert main(["features", photo, "--weights", weights, "--size", "64", "--out", out]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 image, ")

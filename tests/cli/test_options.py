@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import shlex
+from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
 import typer
 from PIL import Image
+from typer.testing import CliRunner
 
 import veca
 from conftest import SMALLEST
+from veca.cli.common import command_line
 from veca.cli.main import app, main
 
 
@@ -170,7 +175,7 @@ def test_publish(reached, tmp_path):
         tmp_path / "reached.md", "--dtype", "bfloat16",
     ) == {
         "name": "n", "licence": "l", "data": "d", "data_licence": "dl", "results": "much",
-        "dtype": torch.bfloat16,
+        "dtype": torch.bfloat16, "code": True,
     }  # fmt: skip
 
 
@@ -192,3 +197,28 @@ def test_probe(reached, weights, tmp_path, monkeypatch):
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == wanted
     assert found["protocol"].extract.projection is False
+
+
+def test_the_command_is_told_as_it_may_be_typed_again():
+    app, told = typer.Typer(), []
+
+    @app.command()
+    def viz(
+        context: typer.Context,
+        photos: list[str],
+        out: Path = Path("viz"),
+        at: Annotated[list[str] | None, typer.Option()] = None,
+        exact: Annotated[bool | None, typer.Option("--exact/--index")] = None,
+        cores: int = 8,
+    ) -> None:
+        told.append(command_line(context))
+
+    def run(*words):
+        assert CliRunner().invoke(app, words, prog_name="veca viz").exit_code == 0
+        return told[-1]
+
+    assert run("a.jpg") == "veca viz a.jpg"
+    typed = ("a b.jpg", "c.jpg", "--out", "o", "--at", "1,2", "--at", "3,4", "--index")
+    again = run(*typed)
+    assert shlex.split(again)[2:] == list(typed)
+    assert run("a.jpg", "--exact", "--cores", "8") == "veca viz a.jpg --exact --cores 8"

@@ -52,12 +52,13 @@ def test_failures_and_several_sources(photos: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_images_are_counted(photos: Path, tmp_path: Path) -> None:
-    (photos / "a.heic").touch()
+    (photos / "a.nef").touch()
     (photos / "more").mkdir()
     (photos / "more" / "b.txt").touch()
     for source in ((photos,), (photos, photos / "0.png")):
         said = run(*source, "--out", tmp_path / str(len(source)), "--workers", 0)
-        assert said.startswith("passed over 2 files of kinds that are not read: 1 .heic, 1 .txt ")
+        assert said.startswith("warning: ") and "2 of 8 files (25%)" in said
+        assert "1 .nef, 1 .txt " in said
     said = run(tmp_path / "1", "--out", tmp_path / "again", "--workers", 0)
     assert "passed over" not in said  # what lies beside shards is theirs
 

@@ -328,7 +328,7 @@ def test_sizes_in_bytes() -> None:
     assert sizes == [512, 1000, 64 * 2**20, 1_500_000_000, 2 * 2**30]
     for text in ("", "-1", "MiB", "0", "1 parsec"):
         with pytest.raises(DataError, match=f"'{text}'"):
-            parse_bytes(text)
+            parse_bytes(text, DataError)
 
 
 def test_failures_of_a_shard_that_is_done_again_are_listed_once(tmp_path: Path) -> None:
@@ -366,6 +366,7 @@ def test_long_names_are_shortened_to_what_a_tar_takes(tmp_path: Path) -> None:
         ("next", lambda m: m.update(next=10**400)),
         ("next", lambda m: m.update(next="3")),
         ("next", lambda m: m.update(next=99)),
+        ("next", lambda m: m.update(shards=[])),  # four images, in no shard
         ("shards", lambda m: m.update(shards={})),
         (r"shards\.1", lambda m: m["shards"].__setitem__(1, None)),
         (r"shards\.0.*bytes", lambda m: m["shards"][0].update(bytes=None)),

@@ -46,10 +46,10 @@ def test_embed_again_and_again(run, images, tmp_path):
 
 
 def test_files_that_are_no_images_are_counted(run, images):
-    (images / "a.heic").touch()
+    (images / "a.nef").touch()
     code, said = run()
     assert code == 0
-    assert said.startswith("passed over 1 file of kinds that are not read: 1 .heic about ")
+    assert said.startswith("passed over 1 file of kinds that are not read: 1 .nef about ")
 
 
 def test_search(run, images, tmp_path, capsys):

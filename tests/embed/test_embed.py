@@ -584,14 +584,14 @@ def test_bad_input_leaves_nothing(embed, images, tiny, tmp_path, monkeypatch):
 
 def test_missing_extras(embed, images, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"veca\[ray\]"):
+    with pytest.raises(MissingExtraError, match=r"\[ray\]"):
         embed(images, tmp_path / "out", engine="ray")
     for name in [n for n in sys.modules if n.partition(".")[0] == "pyarrow"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=r"veca\[embed\]"):
+    with pytest.raises(MissingExtraError, match=r"\[embed\]"):
         embed(images, tmp_path / "out")
     # With ray missing as well, one extra brings both.
-    with pytest.raises(MissingExtraError, match=r"--engine ray.*veca\[ray\]"):
+    with pytest.raises(MissingExtraError, match=r"--engine ray.*\[ray\]"):
         embed(images, tmp_path / "out", engine="ray")
     assert not (tmp_path / "out").exists()
 
@@ -614,7 +614,7 @@ def test_a_name_that_is_no_text(embed, tmp_path):
 
 
 def test_a_sliver_is_a_failure_and_not_a_giant(embed, images, tmp_path, monkeypatch):
-    monkeypatch.setattr("veca.embed.shards.MAX_PIXELS", 20_000)
+    monkeypatch.setenv("VECA_MAX_PIXELS", "20000")
     (images / "0" / "sliver.png").write_bytes(encoded(picture(0, 4, 200)))
     report = embed(images, tmp_path / "out", size=32)
     assert (report.images, report.failed) == (30, 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import warnings
+from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -116,7 +119,7 @@ def test_usearch_is_needed_for_the_index_only(folder, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     query = read_embeddings(folder)[1][0]
     assert search(folder, query)
-    with pytest.raises(MissingExtraError, match=r"veca\[search\]"):
+    with pytest.raises(MissingExtraError, match=r"\[search\]"):
         search(folder, query, exact=False)
 
 
@@ -124,7 +127,7 @@ def test_a_core_install_is_told_of_the_one_extra_that_search_needs(folder, monke
     for name in [n for n in sys.modules if n.partition(".")[0] in ("pyarrow", "usearch")]:
         monkeypatch.setitem(sys.modules, name, None)
     for exact in (False, True):
-        with pytest.raises(MissingExtraError, match=r"veca\[search\]"):
+        with pytest.raises(MissingExtraError, match=r"\[search\]"):
             search(folder, folder / "query.png", exact=exact)
 
 
@@ -181,9 +184,15 @@ def test_a_contact_sheet_shows_files_and_members_of_shards(embed, images, tmp_pa
     query.write_bytes(encoded(picture(99)))
     matches = search(tmp_path / "out", query, 60, exact=True)
     next(images.rglob("*.png")).unlink()  # a picture that is gone has a line and no picture
-    page = contact_sheet(tmp_path / "page.html", query, matches).read_text()
+    page = contact_sheet(tmp_path / "page.html", query, matches, command="veca s").read_text()
     assert page.count("data:image/jpeg;base64,") == 1 + 59
-    assert all(match.path in page for match in matches)
+    assert page.count("no longer there") == 1 and "<code>veca s</code>" in page
+    for match in matches:
+        assert f">{Path(match.path).name}<" in page and f">{match.score:.4f} <" in page
+    links = [unquote(link) for link in re.findall(r'<a href="([^"]+)"', page)]
+    files = [match.path for match in matches if Path(match.path).is_file()]
+    assert len(files) == 29  # members of shards are no files, and have none
+    assert [(tmp_path / link).resolve() for link in links] == [query, *map(Path, files)]
 
 
 # --------------------------------------------------------------------------- exact, and the index

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,7 @@ with torch.no_grad():
         "reloaded": AutoModelForImageClassification.from_pretrained(out + "/classifier", **code)(
             **pixels
         ).logits,
+        "hub": AutoModel.from_pretrained("owner/name", **code)(**pixels, cores=5)[0],
         "pooled": pipeline("image-feature-extraction", model=folder, **code)(
             photo, pool=True, return_tensors=True
         ),
@@ -150,6 +152,10 @@ def elsewhere(published, tmp_path_factory) -> tuple[Path, dict]:
     """What a process finds that has transformers and not this package."""
     pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     out = tmp_path_factory.mktemp("elsewhere")
+    fetched = out / "home" / "hub" / "models--owner--name"  # as the hub's client leaves it
+    (fetched / "refs").mkdir(parents=True)
+    (fetched / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(published, fetched / "snapshots" / ("0" * 40))
     env = {**os.environ, "HF_HOME": str(out / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *map(str, (published, published.parent / "w", PHOTO, out))],
@@ -175,6 +181,7 @@ def test_the_numbers_are_the_packages_to_the_bit(published, elsewhere) -> None:
     assert torch.equal(found["tokens"], torch.cat([wanted.cores, wanted.patches], dim=1))
     assert torch.equal(found["map"], whole.feature_map())
     assert torch.equal(found["pooled"], whole.cls)
+    assert torch.equal(found["hub"], found["tokens"])
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import torch
 
 import veca
 from conftest import SMALLEST, stirred
+from veca.checks import check_blocks
 from veca.errors import InputError, MissingExtraError, WeightsError
 from veca.integrations import timm as ours
-from veca.integrations.timm import TimmVeca, take_indices
+from veca.integrations.timm import TimmVeca
 
 try:
     import timm
@@ -162,13 +163,13 @@ def test_pruning(model, images):
     [(None, [0, 1, 2]), (2, [1, 2]), ([0, 2], [0, 2]), ((-1, 0), [0, 2]), ([-3], [0])],
 )
 def test_indices(indices, wanted):
-    assert take_indices(3, indices) == (wanted, wanted[-1])
+    assert check_blocks(indices, 3) == wanted
 
 
 @pytest.mark.parametrize("indices", [0, 4, [3], [-4], []])
 def test_bad_indices(indices):
-    with pytest.raises(InputError, match="indices"):
-        take_indices(3, indices)
+    with pytest.raises(InputError, match="blocks"):
+        check_blocks(indices, 3)
 
 
 def test_parameters_fall_into_groups(model):

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from veca.errors import MissingExtraError
 from veca.probe import ProbeError, load_protocol, write_report, write_tables
-from veca.probe.plot import best_text, curves, plot
+from veca.probe.plot import best_text, captions, curves, draw, limits, make_figure, plot
 from veca.probe.record import Row, Run, write_run
 from veca.probe.report import group_runs
 from veca.probe.table import cells, csv_text, header, markdown, ordered, rich_table
@@ -59,6 +59,19 @@ def run(
         "command": "veca probe knn --data pets --dataset oxford-pets --weights small",
     }
     return Run(task=task, rows=rows, **{**fields, **changes})
+
+
+def known_run() -> Run:
+    """With intervals."""
+    rows = [
+        row(cores=64, metrics={"top1": 0.84}, interactions=25000, ms=9.0, interval=(0.82, 0.86),
+            retention_full=1.0, interval_full=(1.0, 1.0)),
+        row(cores=8, metrics={"top1": 0.8}, interval=(0.78, 0.82), retention_full=0.98,
+            interval_full=(0.97, 0.99)),
+        row("teacher", "teacher", None, {"top1": 0.9}, retention_full=None, interactions=None,
+            interval=(0.87, 0.93)),
+    ]  # fmt: skip
+    return run(rows=rows)
 
 
 def depth_run() -> Run:
@@ -151,6 +164,49 @@ class TestPlot:
         both, one = (Image.open(plot(tmp_path / "d.png", [x])).width for x in made)
         assert both == 2 * one
 
+    def test_intervals_are_drawn_and_seen_whole(self):
+        pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+        made = known_run()
+        score, time, kept = make_figure([made]).axes
+        for axis in (score, time):
+            low, high = axis.get_ylim()
+            assert low < 78 and high > 93
+            (band,) = (c for c in axis.collections if c.get_paths())
+            heights = band.get_paths()[0].vertices[:, 1]
+            assert (heights.min(), heights.max()) == pytest.approx((78, 86))
+        assert kept.get_ylim()[0] < 97 and kept.get_ylim()[1] > 100
+        bars = [line.get_ydata() for line in kept.lines if len(line.get_ydata()) == 2]
+        assert any(tuple(ends) == pytest.approx((97, 99)) for ends in bars)
+        assert draw([made]) == draw([made])
+        assert any("95 %" in one for one in captions([made]))
+
+    def test_a_difference_within_noise_looks_small(self):
+        """80.0 and 80.4, known to ±2: the axis shows it as at most a twentieth of its height."""
+        low, high = limits([80.0, 80.4], [(78, 82), (78.4, 82.4)], percent=True)
+        assert low < 78 and high > 82.4 and (80.4 - 80.0) / (high - low) < 0.05
+
+    @pytest.mark.parametrize(("values", "percent"), [([80.0, 80.4], True), ([0.5, 0.505], False)])
+    def test_without_intervals_the_axis_does_not_zoom_in(self, values, percent):
+        low, high = limits(values, [None, None], percent=percent)
+        assert low < values[0] and values[1] < high
+        assert (values[1] - values[0]) / (high - low) <= 0.1
+
+    def test_an_axis_of_scores_does_not_go_below_zero(self):
+        assert limits([0.3, 2.7], [None, None], percent=True)[0] == 0
+        assert limits([0.0], [(0.0, 0.0)], percent=False)[1] > 0
+
+    def test_old_records_are_drawn_and_said_to_have_no_intervals(self):
+        pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+        old = run().to_dict()
+        for one in old["rows"]:
+            for name in ("interval", "interval_teacher", "interval_full"):
+                del one[name]
+        del old["resampling"]
+        read = Run.from_dict(old)
+        assert len(make_figure([read]).axes) == 2
+        assert "no intervals" in captions([read])[0]
+        assert any("without intervals" in one for one in captions([read, known_run()]))
+
     def test_curves(self):
         rows = [row(cores=c, size=s) for s in (224, 448) for c in (64, 8)]
         found = curves(rows)
@@ -159,7 +215,7 @@ class TestPlot:
 
     def test_without_matplotlib(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        with pytest.raises(MissingExtraError, match=r"veca\[viz\]"):
+        with pytest.raises(MissingExtraError, match=r"\[viz\]"):
             plot(tmp_path / "d.png", [run()])
 
 
@@ -189,7 +245,8 @@ class TestReport:
         assert "81.00 (small C=8)" in summary  # the best network at its smallest budget
         assert "veca probe knn" in text and "0.4123" in text
         pictures = re.findall(r'<img src="data:image/png;base64,([^"]+)"', text)
-        assert len(pictures) == 2 and text.count("<img") == 2
+        assert len(pictures) == text.count("<img") == 4  # over interactions and over time, twice
+        assert "hold no intervals" in text
         assert all(base64.b64decode(one).startswith(b"\x89PNG") for one in pictures)
         assert [p.name for p in (tmp_path / "runs").iterdir() if p.is_file()] == ["report.html"]
 

@@ -296,7 +296,7 @@ class TestVerify:
 
     def test_without_scikit_learn(self, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
-        with pytest.raises(MissingExtraError, match=r"veca\[probe\]"):
+        with pytest.raises(MissingExtraError, match=r"\[probe\]"):
             require_sklearn()
 
 

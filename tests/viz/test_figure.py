@@ -99,7 +99,7 @@ def test_every_format_is_written_whole_and_the_same_each_time(tmp_path):
         assert np.array_equal(np.array(png), np.array(figure.image()))
     page = (tmp_path / "a.html").read_text()
     assert "a &quot;caption&quot;" in page
-    embedded = re.search(r'src="data:image/png;base64,([^"]+)"', page)
+    embedded = re.search(r'<image [^>]*href="data:image/png;base64,([^"]+)"', page)
     assert embedded and base64.b64decode(embedded[1]) == figure.png()
     assert figure._repr_png_() == figure.png()
 

@@ -8,8 +8,10 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
+import veca
 from veca import viz
 from veca.errors import InputError
+from veca.quickstart import bundled_photos
 from veca.viz.colour import core_colour
 from veca.viz.cores import path_marks
 from veca.viz.figure import Dot, Line
@@ -70,7 +72,22 @@ def test_features_by_layer_have_a_row_a_budget(view):
         ["p", "2 cores, layer 1", "2 cores, layer 3"],
         ["p", "8 cores, layer 1", "8 cores, layer 3"],
     ]
-    assert "budgets and layers" in figure.caption
+    assert "layer 3" in figure.caption
+
+
+@pytest.mark.slow
+def test_every_layer_of_the_bundled_weights_is_seen():
+    """Their last layer has a tenth of the spread of those before it."""
+    view = viz.View(veca.load("tiny"), bundled_photos()[0], 128, height=80)
+    figure = viz.draw_features([view], [8, 64], [8, 12])
+    spread = [colours.flatten(0, 1).std(dim=0) for colours in figure.arrays["colours"]]
+    assert len(spread) == 4 and min(channel for one in spread for channel in one) > 0.15
+
+
+def test_the_last_layer_has_the_colours_that_it_has_alone(view):
+    by_layer = viz.draw_features([view], [2, 8], [1, 2, 3]).arrays["colours"]
+    alone = viz.draw_features([view], [2, 8]).arrays["colours"]
+    assert torch.equal(by_layer[2], alone[0]) and torch.equal(by_layer[5], alone[1])
 
 
 def test_overlay_mixes_in_the_photo(view):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from veca.errors import InputError, MissingExtraError
-from veca.viz.project import Palette, Pca, joint_colours, project
+from veca.viz.project import Palette, Pca, joint_colours, layer_colours, project
 
 
 def _plain_pca(features, components):
@@ -48,6 +48,32 @@ def test_equal_rows_get_equal_colours_in_every_part_and_later():
     assert torch.equal(palette(shared[None])[0], a[7])
 
 
+def test_a_layer_that_groups_patches_alike_has_the_same_colours():
+    last = [torch.randn(60, 8) * torch.arange(8, 0, -1), torch.randn(40, 8)]
+    turn = torch.linalg.qr(torch.randn(8, 8))[0]
+    first = [(part @ turn) * 0.01 + 5 for part in last]
+    other = [torch.randn(60, 8), torch.randn(40, 8)]
+    colours = layer_colours([other, first, last])
+    expected = joint_colours(last)
+    for found, wanted in zip(colours[2], expected, strict=True):
+        assert torch.equal(found, wanted)
+    for found, wanted in zip(colours[1], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-3)
+    assert torch.cat(colours[0]).std(dim=0).min() > 0.15
+    alone = joint_colours(other)
+    assert (torch.cat(colours[0]) - torch.cat(expected)).square().mean() < (
+        torch.cat(alone) - torch.cat(expected)
+    ).square().mean()
+
+
+def test_layers_without_spread_or_of_other_maps():
+    flat = layer_colours([[torch.ones(10, 5)], [torch.randn(10, 5)]])
+    assert (flat[0][0] == 0.5).all() and flat[1][0].std() > 0.1
+    assert (layer_colours([[torch.randn(1, 5)], [torch.randn(1, 5)]])[0][0] == 0.5).all()
+    with pytest.raises(InputError, match=r"\[\[4\], \[5\]\]"):
+        layer_colours([[torch.randn(4, 4)], [torch.randn(5, 4)]])
+
+
 def test_few_directions_and_constant_features():
     assert project([torch.randn(10, 2)], 3)[0].shape == (10, 3)
     assert (joint_colours([torch.randn(10, 2)])[0][:, 2] == 0.5).all()
@@ -72,7 +98,7 @@ def test_wrong_input_is_told():
 
 def test_umap_names_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
-    with pytest.raises(MissingExtraError, match=r"veca\[umap\]"):
+    with pytest.raises(MissingExtraError, match=r"\[umap\]"):
         project([torch.randn(10, 4)], method="umap")
 
 

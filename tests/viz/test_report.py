@@ -15,9 +15,11 @@ from veca.viz.report import PARTS
 def test_a_page_with_every_figure_and_the_numbers(view, tmp_path):
     lines = []
     options = viz.Options(sizes=[32, 64], cores=[2, 8])
-    made = viz.report([view], tmp_path / "r", options, weights="w", progress=lines.append)
+    made = viz.report(
+        [view], tmp_path / "r", options, weights="w", progress=lines.append, command="veca v"
+    )
     page = made.page.read_text()
-    sources = re.findall(r'<img src="([^"]+)"', page)
+    sources = re.findall(r'<image [^>]*href="([^"]+)"', page)
     assert sources == [*(f"p-{part}.png" for part in PARTS), "numbers.png"]
     assert [path.name for path in made.pictures] == sources
     for source in sources:
@@ -28,6 +30,7 @@ def test_a_page_with_every_figure_and_the_numbers(view, tmp_path):
     for verdict in made.verdicts:
         assert verdict.claim in page
     assert "random weights" not in page and "These weights show" in page
+    assert "<code>veca v</code>" in page
     assert "dense ViT" in page and any("numbers" in line for line in lines)
 
 
@@ -38,4 +41,4 @@ def test_fresh_weights_are_called_so(photo, tmp_path):
     made = viz.report([view, view], tmp_path, viz.Options(sizes=[32], cores=[2, 8]))
     page = made.page.read_text()
     assert made.fresh and "Fresh random weights" in page and "These are fresh" in page
-    assert "<h2>photo-2</h2>" in page and (tmp_path / "photo-2-features.png").is_file()
+    assert ">photo-2</h2>" in page and (tmp_path / "photo-2-features.png").is_file()

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -85,8 +86,24 @@ def test_an_installed_package_finds_the_clone_it_is_used_in(
     assert find("small") is None
     monkeypatch.chdir(clone)
     assert find("small") == clone / "weights" / NAME
+    deep = clone / "docs" / "images"
+    deep.mkdir(parents=True)
+    monkeypatch.chdir(deep)
+    assert find("small") == clone / "weights" / NAME
     (clone / "pyproject.toml").unlink()  # some folder with weights in it
     assert find("small") is None
+
+
+@pytest.mark.parametrize("name", ["small", "base", "smal"])
+def test_every_place_that_was_looked_in_is_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "_PACKAGE", tmp_path / "site-packages" / "veca")
+    with pytest.raises(WeightsError) as caught:
+        load(name)
+    package = tmp_path / "site-packages" / "veca" / "assets" / "weights"
+    for place in (package, tmp_path / "work", tmp_path / "cache"):
+        assert str(place) in str(caught.value)
 
 
 def test_other_names(tiny: Veca, places: list[Path]) -> None:
@@ -195,12 +212,14 @@ class Hub:
     def __init__(self) -> None:
         self.folder: Path | None = None
         self.trouble: Exception | None = None
+        self.commit: str | None = None
         self.calls: list[dict[str, Any]] = []
 
-    def model_info(self, name: str, **options: Any) -> None:
+    def model_info(self, name: str, **options: Any) -> SimpleNamespace:
         self.calls.append({"name": name, **options})
         if self.trouble is not None:
             raise self.trouble
+        return SimpleNamespace(sha=self.commit)
 
     def snapshot_download(self, name: str, **options: Any) -> str:
         self.calls.append({"name": name, **options})
@@ -231,8 +250,48 @@ def test_download(fake: Hub, tiny: Veca, tmp_path: Path, repo: str, revision: An
     assert asked["revision"] == fetched["revision"] == revision
     assert 0 < asked["timeout"] <= 10
     assert 0 < fetched["etag_timeout"] <= 10
-    assert fetched["allow_patterns"] == ["model.safetensors", "config.json", "provenance.json"]
+    assert fetched["allow_patterns"] == [
+        "model.safetensors", "config.json", "provenance.json", "targets.safetensors",
+        "heads.safetensors",
+    ]  # fmt: skip
     assert fetched["local_files_only"] is False
+
+
+def test_a_revision_beside_the_name(fake: Hub, tiny: Veca, tmp_path: Path) -> None:
+    fake.folder = save(tiny, tmp_path / "snapshot")
+    assert load("owner/name", revision="v1.0").name == "owner/name@v1.0"
+    assert fake.calls[-1]["revision"] == "v1.0"
+    for source in ("owner/name@v2", "small", tmp_path / "snapshot"):
+        with pytest.raises(WeightsError, match="revision"):
+            load(source, revision="v1.0")
+
+
+def test_a_pinned_commit_is_what_comes_or_nothing(fake: Hub, tiny: Veca, tmp_path: Path) -> None:
+    fake.folder = save(tiny, tmp_path / "snapshot")
+    pinned = "0123456789" * 4
+    fake.commit = pinned
+    assert load(f"owner/name@{pinned}").config == tiny.config
+    fake.calls.clear()
+    fake.commit = "f" * 40
+    with pytest.raises(WeightsError, match="commit"):
+        load("owner/name", revision=pinned)
+    assert len(fake.calls) == 1, "nothing is fetched"
+    assert load("owner/name@main").config == tiny.config, "a branch moves"
+
+
+def test_a_folder_that_shadows_other_weights_is_said(
+    tiny: Veca, places: list[Path], real_client: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tiny, places[0] / NAME)
+    for name in ("small", "owner/name", "runs/first"):
+        save(tiny, Path(name))
+    (real_client / "models--owner--name").mkdir(parents=True)
+    for name in ("small", "owner/name", "runs/first", Path("small").resolve(), NAME, "small"):
+        load(name)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert str(Path("small").resolve()) in first and str(places[0] / NAME) in first
+    assert str(Path("owner/name").resolve()) in second and "hub" in second
+    assert "\n" not in first + second
 
 
 def test_looking_without_tensors(fake: Hub, tiny: Veca, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""How much memory a call needs, how much there is, and whether an error means too little."""
+"""Memory: what a call needs, what there is, whether an error means too little, giving it back."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -128,3 +129,12 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # The CPU allocator has no exception class of its own.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def give_back() -> None:
+    """Return freed memory to the system, where the C library would keep it (glibc).
+
+    It keeps some for each thread: one large image decoded in each of twelve took 2.4 GB for good.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

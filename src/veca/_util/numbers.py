@@ -1,4 +1,4 @@
-"""Numbers as a user writes them in an option."""
+"""Numbers as a user writes them in an option, and as we write them to a user."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ _UNITS = {
     "": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20,
     "g": 10**9, "gb": 10**9, "gib": 2**30,
 }  # fmt: skip
+
+
+def count(number: int, what: str, several: str | None = None) -> str:
+    """'1 image', '2,000 images', '2 entries'."""
+    return f"{number:,} {what if number == 1 else several or what + 's'}"
 
 
 def parse_numbers(text: str, what: str) -> list[int]:

@@ -6,10 +6,13 @@ Nothing here knows of the web or keeps anything between calls; what belongs to o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -21,17 +24,19 @@ from veca.checks import check_budget
 from veca.cost import Cost, cost
 from veca.embed.writers.files import write_features
 from veca.errors import ImageError
-from veca.images import read_image, target_size
+from veca.images import pixel_limit, read_image, target_size
 from veca.viz.attention import core_panel
 from veca.viz.colour import heat
 from veca.viz.cores import path_lengths, path_panel
 from veca.viz.features import colour_panel
-from veca.viz.figure import Figure, Panel
+from veca.viz.figure import Panel
 from veca.viz.project import Palette
 from veca.viz.similarity import Point, cls_map, point_map, point_mark
 from veca.viz.view import View, file_stem, inference
 
-_PATIENCE_MS = 500.0  # a dense network slower than this is not timed again at every move
+_QUICK_MS = 1500.0  # a dense network expected to be slower is timed when asked for alone
+_ENDLESS_MS = 60_000.0  # and one expected to be slower than this, never
+_PATCH = 16  # pixels; what a photo is kept for does not change with other weights
 
 
 @dataclass(frozen=True)
@@ -39,9 +44,11 @@ class Limits:
     """What an upload may be."""
 
     file_bytes: int = 25 * 2**20
-    pixels: int = 50_000_000
+    pixels: int = field(default_factory=partial(pixel_limit, 50_000_000))
     patches: int = 16_384
     """Of the image that the model sees: a long thin photo has many at any short side."""
+    size: int = 1024
+    """Short side in pixels at which the page shows a photo, at most."""
     height: int = 384
     """Of the pictures, in pixels."""
 
@@ -52,6 +59,9 @@ class Photo:
 
     name: str
     image: Image.Image
+    """Scaled down to what the page can show of it."""
+    original: tuple[int, int]
+    """(height, width) of the file's."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +77,27 @@ class Look:
     """Fitted at the full budget, so that colours do not change their meaning with the slider."""
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Measured milliseconds of one image, the fastest of up to three runs."""
 
     veca: float
-    dense: float
+    dense: float | None
+    """None where it was not timed."""
+    expected: float
+    """What the dense network should take, from VECA's time and the counts of both."""
 
 
-def open_photo(path: str | Path, limits: Limits | None = None) -> Photo:
-    """Read an uploaded file.
+def open_photo(path: str | Path, limits: Limits | None = None, name: str | None = None) -> Photo:
+    """Read a photo, and keep no more of it than the page can show.
+
+    Args:
+        name: what the visitor calls the file; by default its name.
 
     Raises:
         ImageError: with a message for the visitor, in which the file has its own name.
     """
     limits, file = limits or Limits(), Path(path)
+    name = name or file.name
     try:
         size = file.stat().st_size
         if size > limits.file_bytes:
@@ -96,9 +112,19 @@ def open_photo(path: str | Path, limits: Limits | None = None) -> Photo:
         # The library's advice, after the semicolon, is for programmers.
         short = (reason or "it cannot be read").removeprefix("<bytes>: ").split(";")[0]
         raise ImageError(
-            f"{file.name} cannot be used: {short.rstrip('.')}. Try another photo, a JPEG or a PNG."
+            f"{name} cannot be used: {short.rstrip('.')}. Try another photo, a JPEG or a PNG."
         ) from error
-    return Photo(file.stem, image)
+    return Photo(Path(name).stem, _shrunk(image, limits), (image.height, image.width))
+
+
+def _shrunk(image: Image.Image, limits: Limits) -> Image.Image:
+    """An image with the pixels that the largest size of the page needs."""
+    most = limits.patches * _PATCH**2
+    scale = min(limits.size / min(image.size), math.sqrt(most / (image.width * image.height)))
+    if scale >= 1:
+        return image
+    size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    return image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
 
 
 def look(entry: LoadedModel, photo: Photo, size: int, limits: Limits | None = None) -> Look:
@@ -109,9 +135,9 @@ def look(entry: LoadedModel, photo: Photo, size: int, limits: Limits | None = No
     patches = (height // patch) * (width // patch)
     if patches > limits.patches:
         raise ImageError(
-            f"{photo.name} is {image.width} x {image.height} pixels: at {size} px it would be "
-            f"{patches:,} patches, more than the {limits.patches:,} this page takes. Choose a "
-            "smaller size, or a less elongated photo."
+            f"{photo.name} is {photo.original[1]} x {photo.original[0]} pixels: at {size} px it "
+            f"would be {patches:,} patches, more than the {limits.patches:,} this page takes. "
+            "Choose a smaller size, or a less elongated photo."
         )
     view = View(model, image, size, name=photo.name, height=limits.height)
     palette = Palette.fit([view.run().patches])
@@ -151,8 +177,13 @@ def paths_picture(seen: Look, cores: int) -> tuple[Image.Image, float]:
     return path_panel(seen.view, path).image(), path_lengths(path, seen.view.grid).mean().item()
 
 
-def similarity_picture(seen: Look, cores: int, point: Point | None) -> Image.Image:
-    """Cosines with the patch under a point, or with the whole image where none is chosen."""
+def similarity_picture(
+    seen: Look, cores: int, point: Point | None
+) -> tuple[Image.Image, tuple[float, float]]:
+    """Cosines with the patch under a point, or with the whole image where none is chosen.
+
+    Also the least and the largest, which are the darkest and the brightest colour.
+    """
     budget = budget_of(seen, cores)
     if point is None:
         values, marks = cls_map(seen.view, budget), []
@@ -160,8 +191,7 @@ def similarity_picture(seen: Look, cores: int, point: Point | None) -> Image.Ima
         values, marks = point_map(seen.view, point, budget), [point_mark(point)]
     low, high = values.min().item(), values.max().item()
     picture = heat(seen.view.shown, values, low=low, high=high, strength=1)
-    panel = Panel(picture, marks=marks, scale=(low, high))
-    return Figure([[panel]]).image()
+    return Panel(picture, marks=marks).image(), (low, high)
 
 
 def point_at(pixel: tuple[int, int], size: tuple[int, int]) -> Point:
@@ -171,37 +201,62 @@ def point_at(pixel: tuple[int, int], size: tuple[int, int]) -> Point:
 
 
 def measure_times(seen: Look, entry: LoadedModel, cores: int) -> Times:
-    """Time this photo at a budget, and the dense ViT beside it.
+    """Time this photo at a budget; the dense ViT once for each image size, if that is quick.
 
-    They take turns, so that a slow moment of the machine hits both. A dense network that takes
-    long is timed once for each image size: its time does not depend on the budget.
+    Its time does not depend on the budget. Where it is expected to take long, it is timed only
+    when `time_dense` is called: the visitor waits for the pictures.
     """
-    view, budget = seen.view, budget_of(seen, cores)
-    pixels = view.pixels.to(next(entry.model.parameters()).device)
-    calls: dict[str, Callable[[], object]] = {"veca": lambda: entry.model(pixels, cores=budget)}
-    size = (pixels.shape[2], pixels.shape[3])
-    new = size not in entry.dense_ms
-    if new or entry.dense_ms[size] < _PATIENCE_MS:
-        calls["dense"] = lambda: entry.dense(pixels)
+    budget, size = budget_of(seen, cores), _size(seen)
+    pixels = seen.view.pixels.to(next(entry.model.parameters()).device)
+    # Drawing was the warm-up.
+    veca = _milliseconds(entry, lambda: entry.model(pixels, cores=budget), warm_up=False)
+    counted = photo_cost(seen, budget)
+    expected = veca * counted.dense.flops / counted.veca.flops
+    if size not in entry.dense_ms and expected < _QUICK_MS:
+        entry.dense_ms[size] = _milliseconds(entry, lambda: entry.dense(pixels), warm_up=True)
+    return Times(veca, entry.dense_ms.get(size), expected)
+
+
+def time_dense(seen: Look, entry: LoadedModel, cores: int) -> Times:
+    """As `measure_times`, and the dense ViT even where it is slow.
+
+    Raises:
+        ImageError: it is expected to take minutes, and other visitors wait.
+    """
+    times, size = measure_times(seen, entry, cores), _size(seen)
+    if times.dense is not None:
+        return times
+    if times.expected > _ENDLESS_MS:
+        raise ImageError(
+            f"The dense ViT would take about {times.expected / 1000:.0f} s at {size[0]} x "
+            f"{size[1]} px. Choose a smaller size to time it."
+        )
+    pixels = seen.view.pixels.to(next(entry.model.parameters()).device)
+    entry.dense_ms[size] = _milliseconds(entry, lambda: entry.dense(pixels), warm_up=False)
+    return times._replace(dense=entry.dense_ms[size])
+
+
+def _milliseconds(entry: LoadedModel, call: Callable[[], object], *, warm_up: bool) -> float:
+    """The fastest of up to three runs; of a slow call there is one."""
     plan = bench.BenchPlan(
-        sizes=(entry.model.config.patch_size,),  # not used: the calls bring their own image
-        device=str(pixels.device),
+        sizes=(entry.model.config.patch_size,),  # not used: the call brings its own image
+        device=str(next(entry.model.parameters()).device),
         repeats=3,
         seconds=0.0,
-        limit=0.2,  # a slow network is timed once: the visitor is waiting
+        limit=0.2,
     )
     with inference(entry.model):
-        # Drawing was the warm-up of VECA; the dense network runs here first.
-        times = bench.take_turns(calls, plan, warm_up=new)
-    if "dense" in times:
-        entry.dense_ms[size] = min(times["dense"])
-    return Times(min(times["veca"]), entry.dense_ms[size])
+        return min(bench.take_turns({"": call}, plan, warm_up=warm_up)[""])
+
+
+def _size(seen: Look) -> tuple[int, int]:
+    """(height, width) in pixels of what the model sees."""
+    return seen.view.pixels.shape[2], seen.view.pixels.shape[3]
 
 
 def photo_cost(seen: Look, cores: int) -> Cost:
     """Interactions and FLOPs of this photo at a budget, beside the dense ViT's."""
-    size = (seen.view.pixels.shape[2], seen.view.pixels.shape[3])
-    return cost(seen.view.model.config, size, budget_of(seen, cores))
+    return cost(seen.view.model.config, _size(seen), budget_of(seen, cores))
 
 
 def costs_table(seen: Look, cores: int, times: Times) -> str:
@@ -209,6 +264,8 @@ def costs_table(seen: Look, cores: int, times: Times) -> str:
     c = photo_cost(seen, cores)
     rows = [
         (name, form.format(ours), form.format(dense), f"{ours / dense:.1%}")
+        if dense
+        else (name, form.format(ours), "not timed", "")
         for name, ours, dense, form in (
             ("ms", times.veca, times.dense, "{:.1f}"),
             ("GFLOPs", c.veca.flops / 1e9, c.dense.flops / 1e9, "{:.2f}"),
@@ -217,7 +274,7 @@ def costs_table(seen: Look, cores: int, times: Times) -> str:
     ]
     header = ("", f"VECA, {c.cores} core{'s' * (c.cores != 1)}", "dense ViT", "of dense")
     height, width = c.size
-    return html_table(header, rows) + (
+    return f'<div class="scroll">{html_table(header, rows)}</div>' + (
         f"<p>{escape(seen.photo.name)} at {height} x {width} px, {c.grid[0]} x {c.grid[1]} "
         f"patches; {escape(seen.weights)}. Milliseconds are measured, the fastest of up to three "
         "runs; the rest is counted, interactions for one layer.</p>"
@@ -225,15 +282,18 @@ def costs_table(seen: Look, cores: int, times: Times) -> str:
 
 
 def features_file(seen: Look, cores: int, folder: str | Path) -> Path:
-    """Write the features at a budget as .npz, as `veca features` does; return the file."""
+    """Write the features at a budget as .npz, as `veca features` does; return the file.
+
+    They are those of the photo as the page keeps it: of a larger file, scaled down once more than
+    `veca features` would.
+    """
     budget = budget_of(seen, cores)
     view, run = seen.view, seen.view.run(budget)
-    image = seen.photo.image
     facts = {
         "grid": view.grid,
         "cores": budget,
-        "original_size": (image.height, image.width),
-        "input_size": (view.pixels.shape[2], view.pixels.shape[3]),
+        "original_size": seen.photo.original,
+        "input_size": _size(seen),
     }
     arrays = {
         "cls": run.states[-1, 0].numpy(),

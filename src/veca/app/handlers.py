@@ -1,33 +1,40 @@
-"""What happens when a visitor touches the page: settings in, changes of components out.
+"""What happens when a visitor touches the page: the visit and the controls in, changes out.
 
-A handler is given what the page holds, the visitor's own `Look` among it, and returns changes by
-the component's name: properties such as {"value": ..., "label": ...}, or, for what the page keeps
-for the visitor ("look" and "point"), the thing itself. Components that are not named stay as they
-are. Nothing is shared between visitors but the loaded models, behind their lock.
+A handler is given what the page remembers of the visitor and the values of all controls. It returns
+changes by the component's name: properties such as {"value": ..., "label": ...}, or, under "visit",
+what to remember from now on. Components that are not named stay as they are. Nothing is shared
+between visitors but the loaded models, behind their lock.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
+import threading
 from collections.abc import Callable
 from html import escape
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+from veca._util.memory import give_back
 from veca.app import content
-from veca.app.content import Limits, Look, Photo
+from veca.app.content import Limits, Look, Photo, Times
 from veca.app.model_cache import LoadedModel, ModelCache
-from veca.errors import VecaError
+from veca.app.uploads import Uploads
+from veca.app.visitors import Looks, Visit
+from veca.errors import InputError, VecaError
 from veca.quickstart import bundled_photos
 from veca.viz.default_weights import FRESH
-from veca.viz.similarity import Point
 
 Changes: TypeAlias = "dict[str, Any]"
 
 
 class Controls(NamedTuple):
-    """The sliders and the radio button, in the order the page sends them."""
+    """What a visitor can set, in the order the page sends it; the page has a component for each."""
 
+    weights: str
+    size: int
     cores: int
     layer: int
     core: int
@@ -42,143 +49,164 @@ def errors_as_messages(handler: Callable[..., Changes]) -> Callable[..., Changes
         try:
             return handler(*values)
         except VecaError as error:
-            return error_message(error)
+            return {"message": {"value": message_box(str(error), "error")}}
 
     return guarded
 
 
-def error_message(error: VecaError) -> Changes:
-    """An error as a message."""
-    return {"message": {"value": message_box(str(error), "error")}}
+def of_a_visit(handler: Callable[..., Changes]) -> Callable[..., Changes]:
+    """A handler that needs a visit; without one, the visitor is told what to do."""
+
+    @functools.wraps(handler)
+    def guarded(self: Handlers, visit: Visit | None, *values: Any) -> Changes:
+        if visit is None:
+            raise InputError(
+                "Your photo is no longer here, as others came in the meantime. Drop it again, or "
+                "pick one."
+            )
+        return handler(self, visit, *values)
+
+    return errors_as_messages(guarded)
 
 
 class Handlers:
     """The handlers of a page.
 
     Args:
+        uploads: where visitors' files wait.
         folder: a temporary folder for the files that visitors download.
     """
 
-    def __init__(self, models: ModelCache, limits: Limits, folder: str) -> None:
+    def __init__(self, models: ModelCache, limits: Limits, uploads: Uploads, folder: Path) -> None:
         self.models = models
         self.limits = limits
+        self.uploads = uploads
         self.folder = folder
+        self.looks = Looks(limits)
+        self._decoding = threading.Lock()
 
     @errors_as_messages
-    def start(self, weights: str, size: int, *choice: Any) -> Changes:
+    def start(self, visit: Visit | None, controls: Controls) -> Changes:
         """A new visitor: the first bundled photo."""
-        return self._see(bundled(0), weights, size, None, Controls(*choice))
+        return self._see(bundled(0), controls)
 
     @errors_as_messages
-    def pick(self, index: int, weights: str, size: int, *choice: Any) -> Changes:
+    def pick(self, visit: Visit | None, controls: Controls, index: int) -> Changes:
         """A bundled photo was chosen."""
-        return self._see(bundled(index), weights, size, None, Controls(*choice))
+        return self._see(bundled(index), controls)
 
-    def upload(self, path: str | None, weights: str, size: int, *choice: Any) -> Changes:
-        """A file was dropped."""
-        empty = {"upload": {"value": None}}  # ready for the next file, whatever became of this one
-        if path is None:
-            return {}
-        try:
-            photo = content.open_photo(path, self.limits)
-            return {**self._see(photo, weights, size, None, Controls(*choice)), **empty}
-        except VecaError as error:
-            return {**error_message(error), **empty}
-
-    @errors_as_messages
-    def relook(
-        self, look: Look | None, point: Point | None, weights: str, size: int, *choice: Any
+    def upload(
+        self, visit: Visit | None, controls: Controls, file: dict[str, Any] | None
     ) -> Changes:
+        """A file was dropped, and waits in `uploads` at file["path"]."""
+        if file is None:
+            return {}
+        # Ready for the next file, whatever becomes of this one.
+        return {**self._see_upload(controls, file["path"]), "upload": {"value": None}}
+
+    @errors_as_messages
+    def _see_upload(self, controls: Controls, path: str) -> Changes:
+        # One at a time: decoding takes up to 20 bytes a pixel for a moment.
+        with self._decoding, self.uploads.take(path) as (place, name):
+            photo = content.open_photo(place, self.limits, name)
+            give_back()
+        return self._see(photo, controls)
+
+    @errors_as_messages
+    def relook(self, visit: Visit | None, controls: Controls) -> Changes:
         """Other weights or another size: the same photo again."""
-        photo = bundled(0) if look is None else look.photo
-        return self._see(photo, weights, size, point, Controls(*choice))
+        return self._see(visit.photo if visit else bundled(0), controls, visit)
 
-    @errors_as_messages
-    def budget(self, look: Look | None, point: Point | None, *choice: Any) -> Changes:
+    @of_a_visit
+    def redraw(self, visit: Visit, controls: Controls) -> Changes:
         """The budget was moved."""
-        if look is None:
-            return {}
-        with self.models.use(look.weights) as entry:
-            return self._draw(look, entry, point, Controls(*choice))
+        with self.models.use(visit.weights) as entry:
+            return self._draw(visit, entry, controls)
 
-    @errors_as_messages
-    def attention(self, look: Look | None, *choice: Any) -> Changes:
+    @of_a_visit
+    def attention(self, visit: Visit, controls: Controls) -> Changes:
         """Another core, layer or kind of attention."""
-        if look is None:
-            return {}
-        with self.models.use(look.weights):
-            return _attention(look, Controls(*choice))
+        with self.models.use(visit.weights) as entry:
+            return _attention(self.looks.at(visit, entry), controls)
 
-    @errors_as_messages
-    def click(self, pixel: tuple[int, int], look: Look | None, cores: int) -> Changes:
+    @of_a_visit
+    def click(self, visit: Visit, controls: Controls, pixel: tuple[int, int]) -> Changes:
         """A spot of the photo was clicked."""
-        if look is None:
-            return {}
-        point = content.point_at(pixel, look.view.shown.size)
-        with self.models.use(look.weights):
+        with self.models.use(visit.weights) as entry:
+            look = self.looks.at(visit, entry)
+            visit = dataclasses.replace(visit, point=content.point_at(pixel, look.view.shown.size))
             return {
-                "point": point,
-                "photo": {"value": content.photo_picture(look, point)},
-                **_similarity(look, cores, point),
+                "visit": visit,
+                "photo": {"value": content.photo_picture(look, visit.point)},
+                **_similarity(look, visit, controls),
             }
 
-    @errors_as_messages
-    def download(self, look: Look | None, cores: int) -> Changes:
+    @of_a_visit
+    def time_dense(self, visit: Visit, controls: Controls) -> Changes:
+        """The dense ViT is to be timed, however long it takes."""
+        with self.models.use(visit.weights) as entry:
+            look = self.looks.at(visit, entry)
+            look.view.run(content.budget_of(look, controls.cores))  # a warm-up, if need be
+            return _numbers(look, controls, content.time_dense(look, entry, controls.cores))
+
+    @of_a_visit
+    def download(self, visit: Visit, controls: Controls) -> Changes:
         """The features were asked for."""
-        if look is None:
-            return {}
-        with self.models.use(look.weights):
+        with self.models.use(visit.weights) as entry:
             # A folder of its own: visitors may share a photo's name.
             place = tempfile.mkdtemp(dir=self.folder)
-            return {"file": {"value": str(content.features_file(look, cores, place))}}
+            file = content.features_file(self.looks.at(visit, entry), controls.cores, place)
+            return {"file": {"value": str(file)}}
 
-    def _see(
-        self, photo: Photo, weights: str, size: int, point: Point | None, controls: Controls
-    ) -> Changes:
-        """A photo with weights at a size: all of the page."""
-        with self.models.use(weights) as entry:
-            look = content.look(entry, photo, int(size), self.limits)
+    def _see(self, photo: Photo, controls: Controls, before: Visit | None = None) -> Changes:
+        """A photo with weights at a size: all of the page. The point stays that of `before`."""
+        point = before.point if before else None
+        with self.models.use(controls.weights) as entry:
             c = entry.model.config
-            fitting = Controls(
-                min(controls.cores, c.num_cores),
-                min(controls.layer, c.depth),
-                min(controls.core, c.num_cores),
-                controls.kind,
+            visit = Visit(photo, controls.weights, int(controls.size), point)
+            fitting = controls._replace(
+                cores=min(controls.cores, c.num_cores),
+                layer=min(controls.layer, c.depth),
+                core=min(controls.core, c.num_cores),
             )
-            drawn = self._draw(look, entry, point, fitting)
+            drawn = self._draw(visit, entry, fitting)
         return {
-            "look": look,
-            "point": point,
+            "visit": visit,
             "cores": {"maximum": c.num_cores, "value": fitting.cores},
             "layer": {"maximum": c.depth, "value": fitting.layer},
             "core": {"maximum": c.num_cores, "value": fitting.core},
             **drawn,
         }
 
-    def _draw(
-        self, look: Look, entry: LoadedModel, point: Point | None, controls: Controls
-    ) -> Changes:
+    def _draw(self, visit: Visit, entry: LoadedModel, controls: Controls) -> Changes:
         """All pictures and the numbers at a budget."""
+        look = self.looks.at(visit, entry)
         budget = content.budget_of(look, controls.cores)
         cores = f"{budget} core{'s' * (budget != 1)}"
         paths, length = content.paths_picture(look, budget)
         features = content.features_picture(look, budget)
         changes: Changes = {
             "message": {"value": message_box(FRESH, "note") if look.fresh else ""},
-            "photo": {"value": content.photo_picture(look, point)},
+            "photo": {"value": content.photo_picture(look, visit.point)},
             "features": {"value": features, "label": f"dense features, {cores}"},
             "paths": {"value": paths, "label": f"paths of {cores}: mean {length:.2g} patches"},
-            **_similarity(look, budget, point),
+            **_similarity(look, visit, controls),
             **_attention(look, controls),
+            **_numbers(look, controls, content.measure_times(look, entry, budget)),
         }
-        times = content.measure_times(look, entry, budget)
-        changes["numbers"] = {"value": content.costs_table(look, budget, times)}
         look.view.forget(keep={budget, entry.model.config.num_cores})
         return changes
 
 
 def bundled(index: int) -> Photo:
-    """One of the photos that come with the package."""
+    """One of the photos that come with the package, the same one for all visitors."""
+    if not isinstance(index, int) or not 0 <= index < len(bundled_photos()):
+        raise InputError(f"There are {len(bundled_photos())} photos to pick from, got {index!r}.")
+    return _bundled(index)
+
+
+@functools.cache
+def _bundled(index: int) -> Photo:
     return content.open_photo(bundled_photos()[index])
 
 
@@ -187,10 +215,11 @@ def message_box(text: str, kind: str) -> str:
     return f'<div class="{kind}" role="status">{escape(text)}</div>'
 
 
-def _similarity(look: Look, cores: int, point: Point | None) -> Changes:
-    what = "the whole image (CLS)" if point is None else "the marked patch"
-    picture = content.similarity_picture(look, cores, point)
-    return {"similarity": {"value": picture, "label": f"cosine with {what}"}}
+def _similarity(look: Look, visit: Visit, controls: Controls) -> Changes:
+    what = "the whole image (CLS)" if visit.point is None else "the marked patch"
+    picture, (low, high) = content.similarity_picture(look, controls.cores, visit.point)
+    label = f"cosine with {what}: {low:.2f} to {high:.2f}"
+    return {"similarity": {"value": picture, "label": label}}
 
 
 def _attention(look: Look, controls: Controls) -> Changes:
@@ -199,3 +228,15 @@ def _attention(look: Look, controls: Controls) -> Changes:
     picture = content.attention_picture(look, budget, layer, core, controls.kind)
     label = f"attention of core {core} of {budget}, layer {layer}"
     return {"attention": {"value": picture, "label": label}}
+
+
+def _numbers(look: Look, controls: Controls, times: Times) -> Changes:
+    """The table; where the dense ViT is slow, a button that times it."""
+    seconds = max(1, round(times.expected / 1000))
+    return {
+        "numbers": {"value": content.costs_table(look, controls.cores, times)},
+        "dense": {
+            "visible": times.dense is None,
+            "value": f"time the dense ViT too (about {seconds} s)",
+        },
+    }

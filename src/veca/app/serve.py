@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from veca._util.extras import require
 from veca.app.content import Limits
+from veca.app.folder import temporary_folder
+from veca.app.guard import Guard
 from veca.app.handlers import Handlers
 from veca.app.model_cache import ModelCache
+from veca.app.names import Names
 from veca.app.page import CSS, build_page
-from veca.errors import InputError
+from veca.app.uploads import Uploads
+from veca.app.visitors import Visitors
 
 LOCAL = "127.0.0.1"
-_VISITORS = 32  # whose photos are kept; the longest unseen is forgotten first
+_SESSIONS = 256  # of which gradio remembers the sliders' ends
 
 
 @contextlib.contextmanager
@@ -28,57 +32,60 @@ def running(
     *,
     host: str = LOCAL,
     port: int | None = None,
+    allow_hosts: Sequence[str] = (),
     device: torch.device | str = "cpu",
     limits: Limits | None = None,
 ) -> Iterator[str]:
     """Serve the page until the block ends; gives its address.
 
     Everything the page writes goes into a temporary folder, removed at the end. No request leaves
-    this machine: analytics, fonts from the web and share links are off.
+    this machine: analytics, fonts from the web and share links are off, and no address that a
+    visitor names is fetched.
 
     Args:
         weights: further weights to choose from: names, folders, files or hub ids. The first is
             loaded at once, so that a wrong name is told here.
         host: the address to listen on; the default is reachable from this machine only.
         port: by default the first free one from 7860.
+        allow_hosts: names, beside the page's own (`veca.app.names.Names`), under which browsers may
+            ask for it: "demo.example.org", or "localhost:8000" of a forwarded port.
     """
     limits = limits or Limits()
-    with (
-        tempfile.TemporaryDirectory(prefix="veca-demo-", ignore_cleanup_errors=True) as folder,
-        _environment(folder),
-    ):
-        gr = require("gradio", "the demo")
-        page = build_page(Handlers(ModelCache(weights, device), limits, folder))
-        try:
-            _, address, _ = page.queue(max_size=64, api_open=False).launch(
-                server_name=host,
-                server_port=port,
-                share=False,
-                quiet=True,
-                inbrowser=False,
-                prevent_thread_lock=True,
-                show_error=False,
-                footer_links=[],
-                run_history=False,
-                mcp_server=False,
-                ssr_mode=False,
-                pwa=False,
-                enable_monitoring=False,
-                max_file_size=limits.file_bytes,
-                state_session_capacity=_VISITORS,
-                theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
-                css=CSS,
-            )
-        except OSError as error:
-            where = host if port is None else f"{host}, port {port}"
-            reason = str(error).splitlines()[0].rstrip(".")
-            raise InputError(
-                f"cannot serve on {where} ({reason}); choose another with --port or --host."
-            ) from error
-        try:
-            yield address
-        finally:
-            page.close(verbose=False)
+    with temporary_folder() as folder, _environment(str(folder)):
+        require("gradio", "the demo")
+        from veca.app.server import address_of, listen, serving
+
+        with listen(host, port) as listener:
+            names = Names(host, listener.getsockname()[1], allow_hosts)
+            uploads = Uploads(folder / "uploads")
+            handlers = Handlers(ModelCache(weights, device), limits, uploads, folder)
+            app = _application(build_page(handlers, Visitors()), limits)
+            with serving(Guard(app, names, uploads, folder, limits.file_bytes), listener):
+                yield address_of(host, listener)
+
+
+def _application(page: Any, limits: Limits) -> Any:
+    """Gradio's web application, with everything off that the page has no need of."""
+    gr = require("gradio", "the demo")
+    page.state_session_capacity = _SESSIONS
+    page.queue(api_open=False)
+    app = gr.mount_gradio_app(
+        require("fastapi", "the demo").FastAPI(openapi_url=None),
+        page,
+        path="",
+        show_error=False,
+        footer_links=[],
+        run_history=False,
+        mcp_server=False,
+        ssr_mode=False,
+        pwa=False,
+        enable_monitoring=False,
+        max_file_size=limits.file_bytes,
+        theme=gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
+        css=CSS,
+    )
+    page.has_launched = True  # or gradio would not check where files come from
+    return app
 
 
 def serve(
@@ -86,11 +93,13 @@ def serve(
     *,
     host: str = LOCAL,
     port: int | None = None,
+    allow_hosts: Sequence[str] = (),
     device: torch.device | str = "cpu",
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve the page until interrupted or ended; `ready` is called with its address."""
-    with running(weights, host=host, port=port, device=device) as address, _stop_signal() as stop:
+    served = running(weights, host=host, port=port, allow_hosts=allow_hosts, device=device)
+    with served as address, _stop_signal() as stop:
         ready(address)
         with contextlib.suppress(KeyboardInterrupt):
             while not stop.wait(1):  # not for ever: some systems interrupt no endless wait

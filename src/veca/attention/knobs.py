@@ -33,14 +33,14 @@ class Launch:
 # threads, and 228 KB (1 a program lost).
 HOPPER: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
     ("forward", 2, 32, 0): (Launch(64, stages=3, per_sm=4, registers=128),),
-    ("forward", 2, 32, 2): (Launch(32, stages=4, per_sm=4, registers=128),),
-    ("forward", 2, 32, 4): (Launch(32, stages=4, per_sm=4, registers=128),),
+    ("forward", 2, 32, 2): (Launch(64, warps=8, stages=4, per_sm=2, registers=128),),
+    ("forward", 2, 32, 4): (Launch(64, warps=8, stages=4, per_sm=2, registers=128),),
     ("forward", 2, 64, 0): (
-        Launch(32, stages=4, per_sm=4, registers=128),
+        Launch(64, warps=8, stages=4, per_sm=2, registers=128),
         Launch(64, stages=4, per_sm=2),
     ),
-    ("forward", 2, 64, 2): (Launch(32, stages=3, per_sm=4, registers=128),),
-    ("forward", 2, 64, 4): (Launch(32, stages=3, per_sm=4, registers=128),),
+    ("forward", 2, 64, 2): (Launch(32, stages=2, per_sm=4, registers=128),),
+    ("forward", 2, 64, 4): (Launch(32, stages=2, per_sm=4, registers=128),),
     ("forward", 2, 128, 0): (Launch(64, stages=3, per_sm=2),),
     ("forward", 2, 128, 2): (Launch(64, stages=2, per_sm=2),),
     ("forward", 2, 128, 4): (Launch(64, stages=2, per_sm=2),),
@@ -64,16 +64,14 @@ BLACKWELL: dict[tuple[str, int, int], Launch] = {
     ("forward", 2, 64): Launch(64, stages=2),
     ("forward", 2, 128): Launch(64, stages=1, per_sm=2),
     ("forward", 4, 32): Launch(32, warps=8, stages=1, per_sm=1),
-    ("backward", 2, 32): Launch(32, stages=2, per_sm=2),
     ("backward", 2, 64): Launch(32, stages=2, per_sm=2),
-    ("backward", 2, 128): Launch(32, warps=8, stages=1, per_sm=1),
 }
 
 # Elsewhere the tensor cores read their operands from registers, where every warp would hold all
 # cores: too many of them for a backward pass or for wide heads.
 AMPERE: dict[tuple[str, int, int], Launch] = {
     ("forward", 2, 32): Launch(64, stages=2),
-    ("forward", 2, 64): Launch(64, stages=2, per_sm=2),
+    ("forward", 2, 64): Launch(32, stages=2, per_sm=2),
     ("forward", 4, 32): Launch(32, warps=8, stages=1, per_sm=1),
 }
 
@@ -87,7 +85,10 @@ TILED: dict[tuple[int, int], Launch] = {
     (4, 64): Launch(32, warps=8, stages=1, per_sm=1),
     (4, 128): Launch(16, warps=8, stages=1, per_sm=1),
 }
-AMPERE_TILED: dict[tuple[int, int], Launch] = {(2, 64): Launch(32, stages=1, per_sm=3)}
+AMPERE_TILED: dict[tuple[int, int], Launch] = {
+    (2, 32): Launch(32, stages=1, per_sm=4),
+    (2, 64): Launch(32, stages=1, per_sm=3),
+}
 """Where that differs."""
 
 

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import inspect
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from veca._util.numbers import count as count
 from veca._util.numbers import parse_numbers as parse_numbers
 from veca.config import DEFAULT_SIZE
 from veca.errors import InputError, OutputError
 
 if TYPE_CHECKING:
     import torch
+
+    from veca.data import ImageSource
 
 console = Console()
 
@@ -74,6 +82,17 @@ Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads to use.", show_default="torch's choice")
 ]
 
+_MAX_PIXELS_VARIABLE = "VECA_MAX_PIXELS"  # as in veca.images.read, which imports torch
+MaxPixels = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Refuse images of more pixels, before they are decoded. Raise it for large images "
+        "that you trust.",
+        show_default=f"${_MAX_PIXELS_VARIABLE}, or 178,956,970",
+    ),
+]
+
 
 def pick_device(name: str) -> torch.device:
     """The torch device a user asked for, checked to exist."""
@@ -125,9 +144,14 @@ def say_estimate(estimate: object) -> None:
     console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
 
 
-def count(number: int, what: str, several: str | None = None) -> str:
-    """'1 image', '2,000 images', '2 entries'."""
-    return f"{number:,} {what if number == 1 else several or what + 's'}"
+def say_passed_over(images: ImageSource) -> None:
+    """Say which files of folders are no images by their suffix; loudly, where they are many."""
+    rest: Counter[str] = Counter()
+    for part in _parts(images):
+        others: Mapping[str, int] = getattr(part, "passed_over", {})
+        folder = getattr(part, "folder", None)
+        rest.update(_say_large_kinds(others, len(part), "" if folder is None else f"{folder}: "))
+    _say_small_kinds(rest)
 
 
 def show_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -152,19 +176,102 @@ def say(line: str) -> None:
     console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def say_passed_over(counts: Mapping[str, int]) -> None:
-    """One line about the files of folders that are no images by their suffix, if there are any."""
-    from veca._util.files import printable
+def find_photos(sources: Sequence[str]) -> list[Path]:
+    """The image files of paths, folders and patterns; says what is passed over."""
+    from veca.images import find_images
 
-    if not counts:
+    others: Counter[str] = Counter()
+    found = find_images(sources, passed_over=others)
+    _say_small_kinds(_say_large_kinds(others, len(found)))
+    return found
+
+
+def _parts(images: ImageSource) -> Iterator[ImageSource]:
+    for part in getattr(images, "sources", ()):
+        yield from _parts(part)
+    if not hasattr(images, "sources"):
+        yield images
+
+
+def _say_large_kinds(others: Mapping[str, int], images: int, where: str = "") -> dict[str, int]:
+    """Say which kinds of files make up much of a folder; the others are returned."""
+    from veca._util.files import one_line
+    from veca.images.find import large_kinds, left_out
+
+    said = left_out(others, images)
+    if said is not None:
+        text = one_line(f"warning: {where}{said}")
+        console.print(text, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+    large = large_kinds(others, images)
+    return {suffix: number for suffix, number in others.items() if suffix not in large}
+
+
+def _say_small_kinds(others: Mapping[str, int]) -> None:
+    from veca._util.files import one_line
+    from veca.images.find import kinds
+
+    if others:
+        total = count(sum(others.values()), "file")
+        said = one_line(f"passed over {total} of kinds that are not read: {kinds(others)}")
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def takes_max_pixels(command: _Command) -> _Command:
+    """A command that reads images, with the option --max-pixels, which holds while it runs."""
+
+    @functools.wraps(command)
+    def run(*args: Any, max_pixels: int | None = None, **options: Any) -> Any:
+        with pixels_at_most(max_pixels):
+            return command(*args, **options)
+
+    own = inspect.signature(command, eval_str=True)
+    asked = inspect.Parameter(
+        "max_pixels", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=MaxPixels
+    )
+    run.__signature__ = own.replace(parameters=[*own.parameters.values(), asked])  # type: ignore[attr-defined]
+    run.__annotations__ = {name: p.annotation for name, p in own.parameters.items()}
+    run.__annotations__["max_pixels"] = MaxPixels
+    return cast(_Command, run)
+
+
+@contextlib.contextmanager
+def pixels_at_most(limit: int | None) -> Iterator[None]:
+    """Another limit to the pixels of an image, in this process and those that it starts."""
+    if limit is None:
+        yield
         return
-    kinds = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
-    shown = [f"{number:,} {printable(name) or 'without a suffix'}" for name, number in kinds[:5]]
-    rest = sum(number for _, number in kinds[5:])
-    shown += [f"{rest:,} others"] if rest else []
-    total = sum(counts.values())
-    said = f"passed over {count(total, 'file')} of kinds that are not read: "
-    console.print(said + ", ".join(shown), markup=False, highlight=False, soft_wrap=True)
+    before = os.environ.get(_MAX_PIXELS_VARIABLE)
+    os.environ[_MAX_PIXELS_VARIABLE] = str(limit)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MAX_PIXELS_VARIABLE]
+        else:
+            os.environ[_MAX_PIXELS_VARIABLE] = before
+
+
+def command_line(context: typer.Context) -> str:
+    """The command that is running, as it may be typed again: what was given, defaults left out."""
+    words = context.command_path.split()
+    options: list[str] = []
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        value = context.params.get(name)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if parameter.param_type_name == "argument":
+                words.append(str(one))
+            elif isinstance(one, bool):
+                options.append(parameter.opts[0] if one else parameter.secondary_opts[0])
+            else:
+                options += [parameter.opts[0], str(one)]
+    return shlex.join([*words, *options])
 
 
 @contextlib.contextmanager

@@ -19,8 +19,21 @@ def demo(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")
+        str,
+        typer.Option(
+            help="Address to listen on. 0.0.0.0 lets other machines in, by any of this machine's "
+            "addresses or its name."
+        ),
     ] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another name that browsers may ask for: NAME, with any port, or NAME:PORT, as "
+            "behind a proxy or a forwarded port. Give it again for more. Requests under other "
+            "names are refused.",
+            show_default=False,
+        ),
+    ] = None,
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, show_default="the first free one from 7860")
     ] = None,
@@ -62,4 +75,11 @@ def demo(
             status.stop()
             ready(address)
 
-        serve(weights or (), host=host, port=port, device=pick_device(device), ready=started)
+        serve(
+            weights or (),
+            host=host,
+            port=port,
+            allow_hosts=allow_host or (),
+            device=pick_device(device),
+            ready=started,
+        )

@@ -106,7 +106,7 @@ def embed(
         renamed("--patches", "--what cls,patches")
         what = "cls,patches"
     images = images_for(place_for(out), sources, overwrite=overwrite)
-    say_passed_over(getattr(images, "passed_over", {}))
+    say_passed_over(images)
     with progress_bar("embedding", console) as update:
         report = embed_collection(
             images,

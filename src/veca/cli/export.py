@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import Threads, console, parse_numbers, parse_size
+from veca.cli.common import Threads, console, count, parse_numbers, parse_size
 from veca.errors import InputError
 
 
@@ -95,7 +95,8 @@ def export(
     for entry in written:
         console.print(
             f"{entry.path}: {entry.bytes / 1e6:.1f} MB, differs from the model by at most "
-            f"{entry.max_difference:.1e} in {len(entry.checks)} checks (in {entry.report.name})",
+            f"{entry.max_difference:.1e} in {count(len(entry.checks), 'check')} "
+            f"(in {entry.report.name})",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -88,7 +88,7 @@ def features(
     wanted = parse_what(what)
     pixels = parse_stored_size(size)
     images = open_images(sources)  # before the weights: they may take a download
-    say_passed_over(getattr(images, "passed_over", {}))
+    say_passed_over(images)
     if threads is not None:
         torch.set_num_threads(threads)
     model, _ = load_model(weights, pick_device(device), precision)

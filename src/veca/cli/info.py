@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -11,27 +11,38 @@ from rich.table import Table
 
 from veca.cli.common import Device, console, parse_numbers, pick_device
 
+if TYPE_CHECKING:
+    from veca.config import VecaConfig
+
+_SIZES, _BUDGETS = "256,384,512,768,1024", "8,16,32,64"
+
 
 def info(
     model: Annotated[
         str | None,
         typer.Argument(help="A preset or weights: a name, a folder, a file or a hub id."),
     ] = None,
-    size: Annotated[str, typer.Option(help="Image sides in pixels, such as 256,512,1024.")] = (
-        "256,384,512,768,1024"
-    ),
-    cores: Annotated[str, typer.Option(help="Budgets, such as 8,64.")] = "8,16,32,64",
+    size: Annotated[
+        str | None,
+        typer.Option(help="Image sides in pixels, such as 256,512,1024.", show_default=_SIZES),
+    ] = None,
+    cores: Annotated[
+        str | None, typer.Option(help="Budgets, such as 8,64.", show_default=_BUDGETS)
+    ] = None,
     half: Annotated[bool, typer.Option(help="Memory for 16-bit numbers instead of 32.")] = False,
     device: Device = "auto",
 ) -> None:
     """Interactions, FLOPs, parameters and memory at each size and budget, beside a dense ViT.
 
-    Without a model: the presets, the weights at hand and the attention backend of this machine.
+    Without a model: the presets, the weights at hand and the attention backend of this machine;
+    with a size or budgets, what each preset costs.
     """
-    if model is None:
+    if model is None and not (size or cores or half):
         _overview(device)
-    else:
-        _costs(model, parse_numbers(size, "size"), parse_numbers(cores, "cores"), 2 if half else 4)
+        return
+    sizes = parse_numbers(_SIZES if size is None else size, "--size")
+    budgets = parse_numbers(_BUDGETS if cores is None else cores, "--cores")
+    _costs(model, sizes, budgets, 2 if half else 4)
 
 
 def _overview(device: str) -> None:
@@ -61,11 +72,34 @@ def _overview(device: str) -> None:
     console.print(f"Attention on {place}: {choice.backend} ({choice.reason})")
 
 
-def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> None:
-    from veca import cost
+def _costs(model: str | None, sizes: list[int], budgets: list[int], number: int) -> None:
+    """A table for a model, or for each preset where none is given."""
+    from veca import PRESETS, cost
     from veca.weights import describe_config
 
-    name, config = describe_config(model)
+    models = [(name, config) for name, config in PRESETS.items()]
+    if model is not None:
+        models = [describe_config(model)]
+    for _, config in models:  # before the first table: nothing is shown of what cannot be
+        for size in sizes:
+            for budget in budgets:
+                cost(config, size, budget)
+    for name, config in models:
+        console.print(_table(name, config, sizes, budgets, number))
+    console.print(
+        "For one image. N: patches. Pairs: interactions of one layer over N². Attn GF: GFLOPs of "
+        "one block's q, k, v and output projections and attention. MiB: activations of "
+        f"{number} bytes a number, to run and to train (without gradient checkpointing), fused "
+        "attention, not compiled.",
+        style="dim",
+    )
+
+
+def _table(
+    name: str, config: VecaConfig, sizes: list[int], budgets: list[int], number: int
+) -> Table:
+    from veca import cost
+
     first = cost(config, sizes[0], budgets[0])
     table = Table(
         title=f"{escape(name)}: {first.veca.parameters / 1e6:.1f} M parameters "
@@ -100,11 +134,4 @@ def _costs(model: str, sizes: list[int], budgets: list[int], number: int) -> Non
             f"{c.dense.training_bytes / 2**20:.4g}",
             end_section=True,
         )
-    console.print(table)
-    console.print(
-        "For one image. N: patches. Pairs: interactions of one layer over N². Attn GF: GFLOPs of "
-        "one block's q, k, v and output projections and attention. MiB: activations of "
-        f"{number} bytes a number, to run and to train (without gradient checkpointing), fused "
-        "attention, not compiled.",
-        style="dim",
-    )
+    return table

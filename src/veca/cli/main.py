@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from veca.cli.bench import bench
 from veca.cli.cache import cache
+from veca.cli.common import takes_max_pixels
 from veca.cli.datasets import datasets
 from veca.cli.demo import demo
 from veca.cli.distill import distill
@@ -31,7 +34,21 @@ from veca.cli.viz import viz
 from veca.errors import InputError, VecaError, VecaWarning, suggest
 
 
-class _Commands(TyperGroup):
+class _Switches:
+    """Shows switches as switches: help would name a type, as if a value belonged there."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # type: ignore[misc]
+        for switch in filter(_is_switch, params):
+            switch.metavar = ""
+        return params
+
+
+def _is_switch(parameter: Any) -> bool:
+    return bool(getattr(parameter, "is_flag", False))
+
+
+class _Commands(_Switches, TyperGroup):
     """Answers a name that no command has with the nearest one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -39,6 +56,26 @@ class _Commands(TyperGroup):
             raise InputError(f"No such command {suggest(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
 
+
+class _Command(_Switches, TyperCommand):
+    """Refuses a value behind a switch, which would else be taken for a file."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        switches = {name: one for one in self.params if _is_switch(one) for name in one.opts}
+        for name, word in pairwise(args):
+            if name == "--":
+                break
+            if name not in switches or word.lower() not in _YES | _NO or Path(word).exists():
+                continue
+            off = switches[name].secondary_opts
+            instead = f"leave out {word!r}"
+            if word.lower() in _NO:
+                instead = f"say {off[0]}" if off else f"leave out {name}"
+            raise InputError(f"{name} is a switch and takes no value; {instead}.")
+        return super().parse_args(ctx, args)
+
+
+_YES, _NO = {"true", "yes", "on"}, {"false", "no", "off"}
 
 app = typer.Typer(
     name="veca",
@@ -50,6 +87,7 @@ app = typer.Typer(
 # Typer's own, wherever it keeps it: recent versions carry a copy of click inside.
 _UsageError: Any = typer.BadParameter.__base__
 
+_READ_IMAGES = {quickstart, features, viz, demo, pack, distill, probe, embed, search}
 for command in (
     *(quickstart, info, features, viz, demo),
     *(pack, recipes, distill, datasets, probe, report),
@@ -57,7 +95,8 @@ for command in (
     *(bench, export, import_, publish),
     *(cache,),
 ):
-    app.command(name=command.__name__.rstrip("_"))(command)
+    run = takes_max_pixels(command) if command in _READ_IMAGES else command
+    app.command(name=command.__name__.rstrip("_"), cls=_Command)(run)
 
 
 def _print_version(wanted: bool) -> None:

@@ -47,7 +47,7 @@ def pack(
     if size != "native" and not size.isdigit():
         raise DataError(f"--size is a number of pixels or 'native'; got {size!r}.")
     images = open_source(source[0] if len(source) == 1 else source)
-    say_passed_over(getattr(images, "passed_over", {}))
+    say_passed_over(images)
     with progress_bar("packing", console) as update:
         report = pack_images(
             images,

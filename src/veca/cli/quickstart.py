@@ -9,11 +9,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from veca.cli.common import Device, console, pick_device, writable_folder
+from veca.cli.common import (
+    Device,
+    command_line,
+    console,
+    find_photos,
+    pick_device,
+    writable_folder,
+)
 from veca.config import DEFAULT_SIZE
 
 
 def quickstart(
+    context: typer.Context,
     photos: Annotated[
         list[Path] | None, typer.Argument(help="Image files; by default the bundled photos.")
     ] = None,
@@ -31,9 +39,8 @@ def quickstart(
 ) -> None:
     """Run photos at every budget, time them beside a dense ViT, and write a page of pictures."""
     from veca import quickstart as library
-    from veca.images import find_images
 
-    sources = find_images([str(p) for p in photos]) if photos else None
+    sources = find_photos([str(p) for p in photos]) if photos else None
     place = pick_device(device)
     with console.status("loading") as status, writable_folder(out) as folder:
         result = library.quickstart(
@@ -43,6 +50,7 @@ def quickstart(
             size=size,
             device=place,
             progress=lambda line: status.update(line),
+            command=command_line(context),
         )
     header, rows = library.table(result)
     grid = Table(title=f"{escape(result.weights)}, {result.size} x {result.size} px, {place}")

@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import console
+from veca.cli.common import command_line, console, count
 
 
 def report(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="Folder with runs of `veca probe`, at any depth.")],
     out: Annotated[
         Path | None, typer.Option(help="The page.", show_default="report.html in the folder")
@@ -22,12 +23,12 @@ def report(
     """
     from veca.probe import write_report
 
-    found = write_report(folder, out)
+    found = write_report(folder, out, command=command_line(context))
     runs = sum(len(group.runs) for group in found.groups)
     if found.missing_plots:
         console.print(f"no plots: {found.missing_plots}", markup=False, soft_wrap=True)
     console.print(
-        f"{runs} runs, {len(found.groups)} comparisons -> {found.page}",
+        f"{count(runs, 'run')}, {count(len(found.groups), 'comparison')} -> {found.page}",
         markup=False,
         soft_wrap=True,
     )

@@ -14,6 +14,7 @@ from rich.text import Text
 from veca.cli.common import (
     Device,
     Threads,
+    command_line,
     console,
     parse_stored_size,
     pick_device,
@@ -23,6 +24,7 @@ _THERE = "the collection's"
 
 
 def search(
+    context: typer.Context,
     folders: Annotated[
         list[Path],
         typer.Argument(
@@ -90,7 +92,7 @@ def search(
                 err=True,
             )
     if page is not None:
-        contact_sheet(page, query, matches)
+        contact_sheet(page, query, matches, command=command_line(context))
     if as_json:
         # Not through the console, which would wrap long lines.
         typer.echo(json.dumps([{"path": m.path, "score": m.score} for m in matches], indent=2))

@@ -11,7 +11,9 @@ from veca.cli.common import (
     Device,
     ShownSize,
     Threads,
+    command_line,
     console,
+    find_photos,
     parse_numbers,
     parse_size,
     pick_device,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def viz(
+    context: typer.Context,
     figure: Annotated[
         str,
         typer.Argument(
@@ -90,7 +93,6 @@ def viz(
 
     from veca import viz as library
     from veca.errors import suggest
-    from veca.images import find_images
     from veca.viz import numbers
     from veca.viz.catalogue import is_file_name, output_format
     from veca.viz.default_weights import FRESH, load_or_fresh
@@ -107,7 +109,7 @@ def viz(
     }
     shorts = parse_numbers(sizes, "--sizes")
     library.Options(kind=kind, method=colours)  # both are checked before the weights are read
-    files, pixels = find_images(photos), parse_size(size)
+    files, pixels = find_photos(photos), parse_size(size)
     if threads is not None:
         torch.set_num_threads(threads)
     name, model, fresh = load_or_fresh(weights, pick_device(device))
@@ -123,12 +125,15 @@ def viz(
     )
     options.check(model)
     folder = out.parent if is_file_name(out) else out
+    command = command_line(context)
     with console.status("looking") as status, writable_folder(folder):
         if figure == "report":
-            made = library.report(views, out, options, weights=name, progress=status.update)
+            made = library.report(
+                views, out, options, weights=name, progress=status.update, command=command
+            )
             written, rows = [made.page], made.rows
         else:
-            written = library.save(figure, views, out, options, format=format)
+            written = library.save(figure, views, out, options, format=format, command=command)
             rows = numbers.read_csv(written[-1]) if figure == "numbers" else []
     if rows:
         found = numbers.verdicts(rows)

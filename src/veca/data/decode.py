@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from PIL import Image
 
 from veca.errors import BadImageError, DataError, ImageError, check_choice
-from veca.images import MAX_PIXELS
+from veca.images import SHAPES as SHAPES
+from veca.images import pixel_limit
+from veca.images.fit import centred_box
 from veca.images.read import read_named
 
 if TYPE_CHECKING:
@@ -18,8 +20,6 @@ if TYPE_CHECKING:
 GAP = 2.0
 """A JPEG is decoded at a reduced size (1/2, 1/4, 1/8) only as long as it stays this much larger
 than the size wanted; the rest of the way is resampled. The views differ by a grey level or two."""
-
-SHAPES = ("short", "square", "squash")
 
 _ORIENTATION = 0x0112
 _LYING = (5, 6, 7, 8)  # EXIF orientations that swap height and width
@@ -85,7 +85,7 @@ class EncodedImage:
 
     def _read(self, source: Image.Image | io.BytesIO) -> Image.Image:
         try:
-            return read_named(source, self.name, MAX_PIXELS, keep_source=False)
+            return read_named(source, self.name, pixel_limit(), keep_source=False)
         except ImageError as error:
             # Only the fault: the remedies in the message are for a single picture.
             reason = str(error).removeprefix(f"{self.name}: ").split(";")[0]
@@ -125,8 +125,7 @@ def shaped(encoded: EncodedImage, size: int, mode: str) -> Image.Image:
     if mode == "squash":
         return image.resize((size, size), Image.Resampling.BICUBIC)
     if mode == "square":
-        left, top = (image.width - short) / 2, (image.height - short) / 2
-        box = (left, top, left + short, top + short)
+        box = centred_box(image.size, (short, short))
         return image.resize((size, size), Image.Resampling.BICUBIC, box=box)
     if min(encoded.size) <= size:
         return image

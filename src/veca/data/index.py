@@ -24,7 +24,7 @@ from veca._util.cache import cache_folder
 from veca._util.files import atomic_write
 from veca.data.names import Names
 from veca.errors import DataError, VecaError
-from veca.images import EXTENSIONS
+from veca.images import EXTENSIONS, extensions
 from veca.images.find import natural_key, walk
 
 VERSION = 1
@@ -45,7 +45,8 @@ class FolderIndex(NamedTuple):
     times: NDArray[np.int64]
     """Modification time of each, in nanoseconds."""
     passed_over: dict[str, int]
-    """How many other files there are beside the images, by suffix in lower case."""
+    """How many other files there are beside the images, by suffix in lower case; beside shards
+    none are counted."""
 
 
 def digest(*parts: object) -> str:
@@ -75,6 +76,7 @@ def folder_index(folder: Path, *, cache: Path | None = None, natural: bool = Fal
                     "folder": str(folder),
                     "folders": folders,
                     "passed_over": index.passed_over,
+                    "extensions": sorted(extensions()),
                 },
                 text=index.names.text,
                 ends=index.names.ends,
@@ -90,9 +92,10 @@ def _scan(folder: Path, natural: bool) -> tuple[FolderIndex, dict[str, int]]:
     shards: list[tuple[str, int, int]] = []
     folders: dict[str, int] = {}
     others: Counter[str] = Counter()
+    known = extensions()
     for relative, entry in _entries(folder, folders, links=not natural):
         suffix = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122
-        if suffix not in EXTENSIONS and suffix != SHARD:
+        if suffix not in known and suffix != SHARD:
             others[suffix] += 1
             continue
         try:
@@ -110,7 +113,7 @@ def _scan(folder: Path, natural: bool) -> tuple[FolderIndex, dict[str, int]]:
         Names.of(name for name, _, _ in chosen),
         np.array([size for _, size, _ in chosen], np.int64),
         np.array([changed for _, _, changed in chosen], np.int64),
-        dict(others) if found else {},  # beside shards lie lists and the like
+        {} if shards and not found else dict(others),  # beside shards lie lists and the like
     ), folders
 
 
@@ -142,6 +145,9 @@ def _load(path: Path, folder: Path) -> FolderIndex | None:
         names = Names(arrays["text"], arrays["ends"])
         index = FolderIndex(names, arrays["sizes"], arrays["times"], head["passed_over"])
         if head["version"] != VERSION or head["folder"] != str(folder):
+            return None
+        # What counts as an image depends on the plugins there are. 0.1 did not ask.
+        if head.get("extensions", sorted(EXTENSIONS)) != sorted(extensions()):
             return None
         if not len(names) == len(index.sizes) == len(index.times):
             return None

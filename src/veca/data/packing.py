@@ -320,7 +320,8 @@ class _Packer:
                 check_fields(entry if isinstance(entry, dict) else {}, kinds, where, DataError)
         numbers = [n for entry in shards for n in (entry["first"], entry["stop"])]
         numbers = [0, *numbers, manifest["next"], len(self.encoder.source)]
-        if numbers != sorted(numbers):
+        told = sum(entry["images"] for entry in shards) + len(manifest["failures"])
+        if numbers != sorted(numbers) or told != manifest["next"]:
             raise DataError(
                 f"{path}: the images that its shards and 'next' name do not follow one another; "
                 "remove the folder, or choose another."

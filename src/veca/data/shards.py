@@ -25,7 +25,7 @@ from veca._util.files import check_regular
 from veca.data.index import VERSION, digest, load_arrays, save_arrays
 from veca.data.names import Names
 from veca.errors import DataError
-from veca.images import EXTENSIONS
+from veca.images import EXTENSIONS, extensions
 
 _OPEN_FILES = 64
 _BLOCK = 512
@@ -141,7 +141,9 @@ def shard_index(path: Path, *, cache: Path | None = None) -> ShardIndex:
         raise DataError(
             f"{path}: the shard cannot be read ({error.strerror}); check the path."
         ) from error
-    head = [VERSION, str(path.absolute()), state.st_size, state.st_mtime_ns]
+    head: list[Any] = [VERSION, str(path.absolute()), state.st_size, state.st_mtime_ns]
+    if extensions() != EXTENSIONS:  # what counts as an image depends on the plugins there are
+        head.append(sorted(extensions()))
     kept = (cache or cache_folder()) / "index" / f"{digest('shard', path.absolute())}.npz"
     index = _recall(kept, head)
     if index is None:
@@ -170,10 +172,11 @@ def _recall(kept: Path, head: list[Any]) -> ShardIndex | None:
 
 def _scan(path: Path, length: int) -> ShardIndex:
     members: list[tuple[str, int, int]] = []
+    known = extensions()
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                if member.isreg() and _is_image(member.name):
+                if member.isreg() and _is_image(member.name, known):
                     members.append((member.name, member.offset_data, member.size))
                 tar.members = []  # type: ignore[attr-defined]  # it keeps every header
             end = tar.offset
@@ -213,9 +216,9 @@ def _key(name: str) -> tuple[str, str]:
     return (f"{folder}/{stem}" if folder else stem), extension
 
 
-def _is_image(name: str) -> bool:
+def _is_image(name: str, known: frozenset[str]) -> bool:
     path = PurePosixPath(name)
-    return path.suffix.lower() in EXTENSIONS and not path.name.startswith(".")
+    return path.suffix.lower() in known and not path.name.startswith(".")
 
 
 def _starts_compressed(path: Path) -> bool:

@@ -18,8 +18,8 @@ from veca.data.index import SHARD, digest, folder_index
 from veca.data.names import Names
 from veca.data.shards import ShardSource
 from veca.errors import DataError
-from veca.images import EXTENSIONS
-from veca.images.find import natural_key
+from veca.images import check_name, extensions
+from veca.images.find import natural_key, no_images
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _MOST_BRACES = 1_000_000
@@ -204,18 +204,18 @@ def _file_name(spec: Spec, natural: bool) -> str | None:
     """The path of an image, be it there or not; None for everything else."""
     if not isinstance(spec, (str, os.PathLike)):
         return None
+    check_name(spec, DataError)
     name = os.path.expanduser(os.fspath(spec))  # noqa: PTH111
     if not _is_image(name) or _has_wildcard(name) or "{" in name:
         return None
     # Training does not ask, as in 0.1: it has lists of millions, perhaps on a network drive.
-    return None if natural and ("://" in name or Path(name).is_dir()) else name
+    return None if natural and Path(name).is_dir() else name
 
 
 def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
     if not name:
         raise DataError("an empty path names no images; expected a folder, a list or tar shards.")
-    if "://" in name:
-        raise DataError(f"{name}: images are read from disk, not from a network; fetch them first.")
+    check_name(name, DataError)
     path = Path(name).expanduser()
     if path.is_dir():
         return _open_folder(path, cache, natural)
@@ -234,7 +234,7 @@ def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
             return _listed([os.path.expanduser(name)], Path(), name)  # noqa: PTH111
         raise DataError(
             f"{name}: a file of this kind holds no images that can be read here; expected a "
-            f"folder, a .txt list, a .tar shard or an image ({' '.join(sorted(EXTENSIONS))})."
+            f"folder, a .txt list, a .tar shard or an image ({' '.join(sorted(extensions()))})."
         )
     expanded = _expand(str(path), natural)
     if expanded is None:
@@ -254,10 +254,8 @@ def _open(name: str, cache: Path | None, natural: bool) -> ImageSource:
 def _open_folder(folder: Path, cache: Path | None, natural: bool) -> ImageSource:
     source = FolderSource(folder, cache_dir=cache, natural=natural)
     if not len(source):
-        raise DataError(
-            f"{folder}: no image and no .tar shard in this folder or below; extensions looked for: "
-            f"{' '.join(sorted(EXTENSIONS))}."
-        )
+        fault = "no image and no .tar shard in this folder or below"
+        raise DataError(f"{folder}: {no_images(fault, source.passed_over)}.")
     if source.name(0).lower().endswith(SHARD):
         return ShardSource([Path(source.name(i)) for i in range(len(source))], cache=cache)
     return source
@@ -271,6 +269,8 @@ def _open_list(path: Path) -> ListSource:
         reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise DataError(f"{path}: the list cannot be read ({reason}); check the file.") from error
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    for name in names if any("://" in name for name in names) else ():
+        check_name(name, DataError)
     if not names:
         raise DataError(f"{path}: the list names no images; expected one path per line.")
     return _listed(names, path.absolute().parent, str(path))
@@ -282,10 +282,10 @@ def _listed(names: list[str], folder: Path, what: str, *, look_at: int = _LOOKED
     # counted later. A list read from the wrong place, though, should be known at once.
     looked_at = np.unique(np.linspace(0, len(source) - 1, look_at).astype(int))
     if not any(Path(source.name(int(i))).exists() for i in looked_at):
-        raise DataError(
-            f"{what}: none of the {len(looked_at)} files looked at exists, such as "
-            f"{source.name(0)}; paths are taken relative to {source.folder}."
-        )
+        fault = f"none of the {len(looked_at)} files looked at exists, such as {source.name(0)}"
+        if len(source) == 1:
+            fault = f"there is no file {source.name(0)}"
+        raise DataError(f"{what}: {fault}; paths are taken relative to {source.folder}.")
     return source
 
 
@@ -295,7 +295,7 @@ def _read(name: str) -> bytes:
 
 
 def _is_image(name: str) -> bool:
-    return Path(name).suffix.lower() in EXTENSIONS
+    return Path(name).suffix.lower() in extensions()
 
 
 # --------------------------------------------------------------------------------------- patterns

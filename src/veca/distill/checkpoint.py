@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from veca._util import files
+from veca._util.extras import upgrade_advice
 from veca._util.settings import flat
 from veca.distill.config import DistillConfig
 from veca.distill.schedule import TrainingPlan
@@ -234,7 +235,7 @@ def _read_about(path: Path) -> dict[str, Any]:
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"checkpoint {path} has format version {shown(version)}, this veca reads up to "
-            f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+            f"{FORMAT_VERSION}; {upgrade_advice()}."
         )
     files.check_fields(about, {"step": int}, place, CheckpointError)
     if _HASH in about and about != _sealed(about):

@@ -18,9 +18,8 @@ from veca._util import files
 from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.distill.checkpoint import CheckpointStore, check_about
-from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import from_tensors, save_targets
-from veca.distill.student import HEADS, save_heads
+from veca.distill.student import save_heads
 from veca.distill.trainer import MAIN, sections_of
 from veca.errors import DistillError, suggest
 from veca.teachers import save_dense_vit
@@ -28,6 +27,7 @@ from veca.weights import load, processor, read_provenance, remote_code, save, st
 from veca.weights.card import FILE as CARD
 from veca.weights.card import model_card, results_in
 from veca.weights.names import locate, public_name
+from veca.weights.store import HEADS, TARGETS
 
 FINAL = "final"
 SIBLINGS = "siblings"

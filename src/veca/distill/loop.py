@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 
 from veca._util.files import atomic_write_text, exclusive, place_for
+from veca._util.numbers import count
 from veca.distill.checkpoint import (
     CheckpointStore,
     TrainingCheckpoint,
@@ -520,7 +521,7 @@ def _due(step: int, every: int) -> bool:
 
 def _ending(stopped: str, done: int, steps: int, out: Path, final: Path) -> str:
     if stopped == "done":
-        return f"{done} steps done; the student is in {final}"
+        return f"{count(done, 'step')} done; the student is in {final}"
     why = "max_minutes is over" if stopped == "time" else "asked to stop"
     return (
         f"{why} at step {done} of {steps}; go on with --resume --out {out}. The student so far is "

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from veca.errors import DistillError
+from veca.weights.store import TARGETS
 from veca.weights.tensors import read_file, write_file
 
-FILE = "targets.safetensors"
 _FLOOR = 0.05
 """Smallest deviation, as a share of the channels' RMS deviation: a channel that hardly ever moves
 would otherwise turn its rare moves into huge targets."""
@@ -131,7 +131,7 @@ def save_targets(
     statistics: Mapping[str, TargetStatistics], folder: str | os.PathLike[str]
 ) -> Path:
     """Write `targets.safetensors` into a folder, all or nothing."""
-    path = Path(folder) / FILE
+    path = Path(folder) / TARGETS
     tensors = {name: t.detach().cpu().clone() for name, t in to_tensors(statistics).items()}
     write_file(tensors, path)
     return path
@@ -144,7 +144,7 @@ def load_targets(path: str | os.PathLike[str]) -> dict[str, TargetStatistics]:
     >>> cls, patches = statistics.unstandardise(out.cls, out.patches)
     """
     path = Path(path).expanduser()
-    path = path / FILE if path.is_dir() else path
+    path = path / TARGETS if path.is_dir() else path
     return from_tensors(read_file(path, DistillError)[0], str(path))
 
 

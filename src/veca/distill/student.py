@@ -26,9 +26,9 @@ from veca.model import Veca, create_model, initialize
 from veca.teachers import read_dense_vit
 from veca.teachers.base import Teacher
 from veca.weights import load, read_provenance
+from veca.weights.store import HEADS
 from veca.weights.tensors import read_file, write_file
 
-HEADS = "heads.safetensors"
 TRAINING_FIELDS = ("rope_shift", "rope_jitter", "rope_rescale")
 """Fields of `VecaConfig` that matter in training alone, so that stored weights can change them."""
 

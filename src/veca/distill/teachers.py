@@ -15,12 +15,12 @@ from veca.distill import samples
 from veca.distill.config import DistillConfig, LossConfig, TeacherConfig
 from veca.distill.parallel import World
 from veca.distill.schedule import TrainingPlan
-from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import RunningMoments, TargetStatistics, find_targets
 from veca.errors import DistillError, suggest
 from veca.teachers import read_dense_vit
 from veca.teachers.base import Teacher, TeacherFeatures
 from veca.weights import read_provenance
+from veca.weights.store import TARGETS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

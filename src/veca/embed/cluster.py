@@ -30,6 +30,7 @@ from veca.embed.settings import Settings
 from veca.embed.shards import compute_for, embed_shards
 from veca.embed.writers.parquet import Shard, ShardRecord, shard_path
 from veca.errors import DataError, InputError, VecaError
+from veca.images.read import MAX_PIXELS_VARIABLE
 from veca.model import Veca, create_model
 
 _GPU_CPUS = 4  # of a worker with a GPU: threads that decode
@@ -219,12 +220,14 @@ def _room(ray: Any, device: str, threads: int | None) -> tuple[str, int, int]:
 
 
 def _environment() -> dict[str, Any]:
-    """Where workers find this package when it is run from its source and not installed."""
+    """What workers need of this process: its limit of pixels, and where the package is when it is
+    run from its source and not installed."""
+    found = {name: os.environ[name] for name in (MAX_PIXELS_VARIABLE,) if name in os.environ}
     here = Path(__file__).resolve().parents[2]
-    if here in (Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")):
-        return {}
-    paths = [str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {"runtime_env": {"env_vars": {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}}}
+    if here not in (Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")):
+        paths = [str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    return {"runtime_env": {"env_vars": found}} if found else {}
 
 
 def _error(kind: str, text: str) -> VecaError:

@@ -15,6 +15,7 @@ import torch
 
 from veca._util.extras import require
 from veca._util.files import place_for, printable
+from veca._util.numbers import count
 from veca._util.threads import batches_at_once
 from veca.checks import check_model
 from veca.data import pool
@@ -213,9 +214,9 @@ def embed(
             reduction.save(folder / PCA_FILE)
         state = _State(folder, plan, settings, progress, retry_failed=retry_failed)
         if state.left:
-            count = sum(shard.stop - shard.start for shard in state.left)
+            left = sum(shard.stop - shard.start for shard in state.left)
             if on_estimate is not None:
-                on_estimate(estimate(images, count, settings.to_dict(), settings.what))
+                on_estimate(estimate(images, left, settings.to_dict(), settings.what))
             records = _engine(
                 engine,
                 state,
@@ -235,7 +236,7 @@ def embed(
         state.check()
     if not state.images:
         raise ImageError(
-            f"none of {plan.images} images could be read; {folder / FAILURES} says why."
+            f"none of {count(plan.images, 'image')} could be read; {folder / FAILURES} says why."
         )
     return EmbedReport(
         out=folder,

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from veca._util.files import place_for
+from veca._util.numbers import count
 from veca._util.threads import batches_at_once
 from veca.checks import check_budget, check_model
 from veca.embed.estimate import DiskEstimate, estimate, warn_of_memory
@@ -241,7 +242,7 @@ def extract(
     failures_file = writer.write_failures()
     if not tally.good:
         raise ImageError(
-            f"none of {len(places)} images could be read; the first: "
+            f"none of {count(len(places), 'image')} could be read; the first: "
             f"{': '.join(writer.failed[0])} (all are listed in {failures_file})"
         )
     return Summary(

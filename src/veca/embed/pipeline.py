@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from veca._util.memory import is_out_of_memory
+from veca._util.numbers import count
 from veca._util.room import one_by_one
 from veca._util.threads import compute_pool
 from veca.config import VecaConfig
@@ -212,7 +213,7 @@ class ModelRunner:
         config, plain = self._model.config, images.dtype == torch.uint8
         height, width = images.shape[1:3] if plain else images.shape[2:]
         with explained_out_of_memory(
-            f"out of memory with {len(images)} images of {height} x {width} pixels; "
+            f"out of memory with {count(len(images), 'image')} of {height} x {width} pixels; "
             "use a smaller batch size, a smaller size or, on a CPU, fewer threads."
         ):
             pixels = images.to(self.device)

@@ -7,10 +7,8 @@ usearch is small, keeps float16 vectors as they are and searches an index where 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
-import io
 import json
 import logging
 import os
@@ -23,13 +21,10 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from veca._util.extras import require
 from veca._util.files import atomic_write_json, commit, remove_leftovers, temporary_beside
-from veca._util.html import Page
 from veca.data.decode import EncodedImage
-from veca.data.shards import ShardSource
 from veca.embed.pca import FILE as PCA_FILE
 from veca.embed.pca import load as load_reduction
 from veca.embed.settings import AUTO, AutoSize, Settings, resolved_size, resolved_width
@@ -388,41 +383,6 @@ def _check_alike(collections: Sequence[Collection]) -> None:
 def _word(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 40 else text[:12]
-
-
-def contact_sheet(
-    path: str | os.PathLike[str], query: Source, matches: Sequence[Match], *, side: int = 224
-) -> Path:
-    """An HTML page with the query and its neighbours, small pictures inside the file."""
-    page = Page("Nearest neighbours")
-    page.heading("Query")
-    page.picture(_thumbnail(read_image(query), side), "the query")
-    for rank, match in enumerate(matches, 1):
-        page.heading(f"{rank}. {match.score:.4f}")
-        page.text(match.path, "small")
-        with contextlib.suppress(VecaError, OSError):  # moved since it was embedded
-            page.picture(_thumbnail(read_image(read_member(match.path)), side), match.path)
-    return page.write(Path(path).expanduser())
-
-
-def read_member(path: str) -> bytes:
-    """The encoded image behind the path of a row: a file, or a member of a tar shard."""
-    file = Path(path)
-    if not file.exists():
-        for parent in file.parents:
-            if parent.suffix == ".tar" and parent.is_file():
-                shard = ShardSource([parent])
-                places = [i for i in range(len(shard)) if shard.name(i) == path]
-                if places:
-                    return shard.read(places[0])
-    return file.read_bytes()
-
-
-def _thumbnail(image: Image.Image, side: int) -> str:
-    image.thumbnail((side, side))
-    buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _query_pixels(image: Source, settings: Settings) -> NDArray[np.uint8]:

@@ -30,7 +30,7 @@ from veca.embed.settings import Settings
 from veca.embed.writers import CollectionWriter, Result
 from veca.embed.writers.parquet import ParquetWriter, PlannedRow, Shard, ShardRecord
 from veca.errors import BadImageError, DataError, ImageError, VecaError
-from veca.images import MAX_PIXELS, target_size
+from veca.images import pixel_limit, target_size
 from veca.images.transform import check_memory
 from veca.model import Veca, evaluating
 
@@ -87,8 +87,12 @@ class Decoder:
     def _target(self, name: str, height: int, width: int) -> tuple[int, int]:
         target = target_size(height, width, self._size, "resize", self._config.patch_size)
         # A sliver of 1 x 100,000 pixels with its short side scaled to 224 would be 5 Gpixel.
-        if target[0] * target[1] > MAX_PIXELS:
-            raise BadImageError(name, f"{height} x {width} would become {target[0]} x {target[1]}")
+        if target[0] * target[1] > pixel_limit():
+            raise BadImageError(
+                name,
+                f"{height} x {width} would become {target[0]} x {target[1]}, more than the limit "
+                f"max_pixels={pixel_limit():,}",
+            )
         try:
             check_memory(self._config, (height, width), target)
         except ImageError as error:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from veca._util import files
+from veca._util.numbers import count
 from veca.checks import check_budget, check_model
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
@@ -274,9 +275,10 @@ def _require_same(check: verify.FileCheck, path: Path, dtype: torch.dtype) -> No
         else "please report this with the versions of torch and onnxruntime"
     )
     raise ExportError(
-        f"{path.name} is not kept: with {check.cores} cores and {check.batch} images of "
-        f"{check.height} x {check.width} pixels its {worst} differ from the model's by "
-        f"{check.differences[worst]:.2g}, more than {allowed[worst]:.2g}; {advice}."
+        f"{path.name} is not kept: with {count(check.cores, 'core')} and "
+        f"{count(check.batch, 'image')} of {check.height} x {check.width} pixels its {worst} "
+        f"differ from the model's by {check.differences[worst]:.2g}, more than "
+        f"{allowed[worst]:.2g}; {advice}."
     )
 
 

@@ -1,17 +1,19 @@
 """Read images, fit them to the patch grid, and turn them into normalised tensors.
 
-`read` decodes one image, `fit` knows the patch grid, `transform` makes the batch that a model
-takes, and `find` lists files. Only Pillow, numpy and torch are used. Sizes are always
-(height, width) in pixels.
+`formats` knows which files are images, `read` decodes one, `fit` knows the patch grid, `transform`
+makes what a model takes, and `find` lists files. Only Pillow, numpy and torch are used, and a
+plugin for a format that Pillow lacks. Sizes are always (height, width) in pixels.
 """
 
 from veca._util.files import open_file
-from veca.images.find import EXTENSIONS, find_images
-from veca.images.fit import FITS, Size, check_size, target_size
-from veca.images.read import MAX_PIXELS, Source, read_image
+from veca.images.find import find_images
+from veca.images.fit import FITS, SHAPES, Size, check_size, target_size
+from veca.images.formats import EXTENSIONS, check_name, extensions
+from veca.images.read import MAX_PIXELS, Source, pixel_limit, read_image
 from veca.images.transform import (
     IMAGENET_MEAN,
     IMAGENET_STD,
+    ImageTransform,
     Preprocessed,
     denormalize,
     normalize,
@@ -25,14 +27,19 @@ __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "MAX_PIXELS",
+    "SHAPES",
+    "ImageTransform",
     "Preprocessed",
     "Size",
     "Source",
+    "check_name",
     "check_size",
     "denormalize",
+    "extensions",
     "find_images",
     "normalize",
     "open_file",
+    "pixel_limit",
     "preprocess",
     "read_image",
     "target_size",

@@ -6,14 +6,11 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from veca.errors import ImageError
-
-_SUFFIXES = "jpg jpeg jpe jfif png apng webp bmp tif tiff gif ppm pgm pbm pnm"
-EXTENSIONS = frozenset(f".{suffix}" for suffix in _SUFFIXES.split())
-"""Suffixes of files in a folder that count as images, in lower case."""
+from veca.images.formats import advice_for, check_name, extensions
 
 
 def find_images(
@@ -25,7 +22,7 @@ def find_images(
     """List image files, each once, in the order of `sources` and in natural order within each.
 
     A source is a file (kept whatever its extension), a folder (its files with a suffix in
-    `EXTENSIONS`; with `recursive` those of its subfolders too, symbolic links to folders not
+    `extensions()`; with `recursive` those of its subfolders too, symbolic links to folders not
     followed) or a glob pattern such as "photos/**/*.jpg" (its matches with such a suffix). Hidden
     files and folders are passed over. Natural order puts img2.png before img10.png. A
     broken link is listed, and reading it says so. `passed_over`, if given, counts the other files
@@ -47,6 +44,8 @@ def _expand(
     source: str | os.PathLike[str], recursive: bool, passed_over: Counter[str]
 ) -> list[Path]:
     name, path = os.fspath(source), Path(source)
+    check_name(source)
+    known = extensions()
     if name and path.is_dir():  # Path("") would be the current folder
         paths = _files(path, recursive)
         fault = "no image in this folder" + (" or its subfolders" if recursive else "")
@@ -60,12 +59,57 @@ def _expand(
     else:
         raise ImageError(f"{name or repr(name)}: no such file or folder; check the path")
     # A broken link stays in: reading it reports it, leaving it out here would hide it.
-    images = [path for path in paths if path.suffix.lower() in EXTENSIONS]
-    if not images:
-        raise ImageError(f"{name}: {fault}; extensions looked for: {' '.join(sorted(EXTENSIONS))}")
+    images = [path for path in paths if path.suffix.lower() in known]
     suffixes = (path.suffix.lower() for path in paths)
-    passed_over.update(suffix for suffix in suffixes if suffix not in EXTENSIONS)
+    others = Counter(suffix for suffix in suffixes if suffix not in known)
+    if not images:
+        raise ImageError(f"{name}: {no_images(fault, others)}")
+    passed_over.update(others)
     return sorted(images, key=lambda path: natural_key(path.as_posix()))
+
+
+def no_images(fault: str, others: Mapping[str, int]) -> str:
+    """Why there is no image among some files: what was looked for, and what there is instead.
+
+    Args:
+        others: how many files there are, by their suffix.
+    """
+    said = f"{fault}; extensions looked for: {' '.join(sorted(extensions()))}"
+    return f"{said}; found {kinds(others)}" if others else said
+
+
+LOUD = 0.05
+"""Files of a kind that is not read that make up more of a folder than this are no side matter."""
+
+
+def large_kinds(others: Mapping[str, int], images: int) -> dict[str, int]:
+    """Those kinds of files passed over, by suffix, that are a large part of all the files.
+
+    Args:
+        others: how many files are passed over, by suffix.
+        images: how many images there are beside them.
+    """
+    total = images + sum(others.values())
+    return {suffix: number for suffix, number in others.items() if number > LOUD * total}
+
+
+def left_out(others: Mapping[str, int], images: int) -> str | None:
+    """A sentence about `large_kinds`, if there are any."""
+    total, many = images + sum(others.values()), large_kinds(others, images)
+    if not many:
+        return None
+    share = f"{sum(many.values()):,} of {total:,} files ({sum(many.values()) / total:.0%})"
+    return f"{share} are of a kind that is not read, and are left out: {kinds(many)}"
+
+
+def kinds(others: Mapping[str, int], most: int = 5) -> str:
+    """'300 .heic, 20 .txt', the most frequent first, and what to do about the first of them."""
+    by_number = sorted(others.items(), key=lambda kind: (-kind[1], kind[0]))
+    shown = [f"{number:,} {suffix or 'without a suffix'}" for suffix, number in by_number[:most]]
+    rest = sum(number for _, number in by_number[most:])
+    shown += [f"{rest:,} others"] if rest else []
+    hint = next((hint for suffix, _ in by_number if (hint := advice_for(suffix))), None)
+    return ", ".join(shown) + (f" ({hint})" if hint else "")
 
 
 def _files(folder: Path, recursive: bool) -> list[Path]:

@@ -13,6 +13,9 @@ from veca.images.read import positive
 FITS = ("resize", "pad", "crop", "error")
 """How an image comes onto the patch grid; see `target_size`."""
 
+SHAPES = ("short", "square", "squash")
+"""What is kept of an image: all of it in its own shape, the middle, all of it in another shape."""
+
 Size: TypeAlias = "int | tuple[int, int] | None"
 
 
@@ -59,6 +62,20 @@ def scaled_size(height: int, width: int, size: Size, patch: int) -> tuple[int, i
         return size
     short = min(height, width)
     return (2 * height * size + short) // (2 * short), (2 * width * size + short) // (2 * short)
+
+
+def centred_box(
+    image: tuple[int, int], shape: tuple[int, int]
+) -> tuple[float, float, float, float]:
+    """(left, top, right, bottom) of the largest part in the middle that has a shape.
+
+    Args:
+        image, shape: (width, height), as Pillow has it.
+    """
+    scale = min(image[0] / shape[0], image[1] / shape[1])
+    width, height = min(image[0], shape[0] * scale), min(image[1], shape[1] * scale)
+    left, top = (image[0] - width) / 2, (image[1] - height) / 2
+    return left, top, left + width, top + height
 
 
 def check_size(size: Any, patch: int) -> Size:

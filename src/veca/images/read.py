@@ -23,12 +23,13 @@ from torch import Tensor
 from veca._util.files import open_file
 from veca._util.room import room_for
 from veca.errors import ImageError, whole
+from veca.images.formats import FORMATS, HEADER, KINDS, check_name, formats_for, is_readable
 
 MAX_PIXELS = 178_956_970
 """The count at which Pillow itself refuses to open a file, with its default settings."""
+MAX_PIXELS_VARIABLE = "VECA_MAX_PIXELS"
+"""The environment variable, which --max-pixels sets, that puts another limit in place of it."""
 
-# A closed list, so that a file cannot choose a rarer decoder (EPS, for one, starts Ghostscript).
-_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")
 # What undoes each EXIF orientation; 1 and anything unknown is upright.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -41,7 +42,7 @@ _TURNS = {
 }
 _PNG = b"\x89PNG\r\n\x1a\n"
 _BAND = 2**22  # pixels that are converted at a time
-_WORKING = {"WEBP": 12, "TIFF": 4}
+_WORKING = {"WEBP": 12, "AVIF": 6, "HEIF": 4, "TIFF": 4}
 """Bytes a pixel that a decoder holds beside the pixels themselves."""
 # `warnings.catch_warnings` changes process-wide state: two reader threads must not interleave.
 _OPEN_LOCK = threading.Lock()
@@ -51,26 +52,42 @@ Source: TypeAlias = (
 )
 
 
-def read_image(source: Source, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def read_image(source: Source, *, max_pixels: int | None = None) -> Image.Image:
     """Read one image as an upright 8-bit RGB image without metadata; the source is not changed.
 
     `source` is a path, encoded bytes, a binary file object (read from its start), a Pillow image,
-    a uint8 numpy array [H, W, 3] or a uint8 tensor [3, H, W].
+    an array [H, W, 3] or a tensor [3, H, W]: uint8, or float in 0..1, which is rounded to 8 bit.
+
+    JPEG, PNG, GIF, BMP, PPM, WebP and TIFF are always read; AVIF where Pillow was built with it,
+    HEIC with the extra `heic`, JPEG XL with a plugin for Pillow.
 
     The EXIF orientation is applied (a broken EXIF block counts as none). Transparency is
     composited on white. 16-bit greyscale (modes I and I;16) is taken as 0..65535 and float
     greyscale (mode F) as 0..1; values outside that range are an error, never clipped. Of a file
     with several frames the first is read; of a Pillow image the frame it stands at.
 
-    An image of more than `max_pixels`, of a WebP four sevenths of that, is refused before it is
-    decoded. Large images are decoded a few at a time, however many threads read: see
-    `veca._util.room`. Above twice
-    `PIL.Image.MAX_IMAGE_PIXELS` Pillow's own limit has to be raised as well, by the caller.
+    An image of more than `max_pixels` (by default `pixel_limit()`; a WebP four sevenths of that)
+    is refused before it is decoded. Large images are decoded a few at a time, however many threads
+    read: see `veca._util.room`. Above twice `PIL.Image.MAX_IMAGE_PIXELS` Pillow's own limit has to
+    be raised as well, by the caller; where $VECA_MAX_PIXELS sets the limit, both are raised.
 
     Raises:
         ImageError: it cannot be read; the message names the source, the fault and the remedy.
     """
-    return read_named(source, name_of(source), positive(max_pixels, "max_pixels"))
+    return read_named(source, name_of(source), checked_limit(max_pixels))
+
+
+def pixel_limit(default: int = MAX_PIXELS) -> int:
+    """The most pixels of an image where no limit is given: $VECA_MAX_PIXELS, or the default."""
+    text = os.environ.get(MAX_PIXELS_VARIABLE)
+    if text is None:
+        return default
+    return positive(int(text) if text.isascii() and text.isdigit() else text, MAX_PIXELS_VARIABLE)
+
+
+def checked_limit(max_pixels: int | None) -> int:
+    """The limit that a caller asked for, or `pixel_limit()`."""
+    return pixel_limit() if max_pixels is None else positive(max_pixels, "max_pixels")
 
 
 def name_of(source: object, index: int | None = None) -> str:
@@ -92,6 +109,8 @@ def read_named(
     Args:
         keep_source: leave a Pillow image as it is; without, it may be used up.
     """
+    if isinstance(source, (str, os.PathLike)):
+        check_name(source)
     try:
         with contextlib.ExitStack() as stack:
             copy = False
@@ -117,7 +136,8 @@ def read_named(
         # Pillow's limit struck first; it cannot be lifted for one file, only for the process.
         raise ImageError(
             f"{name}: too large to decode safely ({str(error).rstrip('.')}); scale the file down, "
-            f"or, if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS and max_pixels"
+            f"or, if you trust it, raise PIL.Image.MAX_IMAGE_PIXELS and max_pixels "
+            f"(--max-pixels raises both)"
         ) from error
     except Exception as error:  # Pillow's decoders raise almost any type on a damaged file
         raise ImageError(
@@ -150,26 +170,48 @@ def _stream(source: object, stack: contextlib.ExitStack) -> BinaryIO:
     if not callable(getattr(source, "read", None)):
         raise ImageError(
             f"cannot read an image from {type(source).__name__}; pass a path, bytes, a binary file "
-            f"object, a Pillow image, a uint8 array [H, W, 3] or a uint8 tensor [3, H, W]"
+            f"object, a Pillow image, an array [H, W, 3] or a tensor [3, H, W]"
         )
     return cast(BinaryIO, source)
 
 
 def _open(stream: BinaryIO) -> Image.Image:
     """Parse the header; no pixel is decoded yet."""
+    stream = _from_its_start(stream)
+    header = stream.read(HEADER)
     try:
-        with _OPEN_LOCK, warnings.catch_warnings():
+        with _OPEN_LOCK, warnings.catch_warnings(), _pillows_limit():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            return Image.open(stream, formats=_FORMATS)
+            return Image.open(stream, formats=formats_for(header))
     except UnidentifiedImageError as error:
-        with contextlib.suppress(OSError):  # a pipe cannot be looked at twice
-            stream.seek(0)
-            if not stream.read(1):
-                raise ImageError("is empty (0 bytes); replace the file") from error
+        if not header:
+            raise ImageError("is empty (0 bytes); replace the file") from error
+        known = (*FORMATS, *(kind.name for kind in KINDS if is_readable(kind)))
         raise ImageError(
-            f"not an image in a format read here ({', '.join(_FORMATS)}), or its header is "
-            f"damaged; convert it to PNG or JPEG"
+            f"not an image in a format read here ({', '.join(known)}), or its header is damaged; "
+            f"convert it to PNG or JPEG"
         ) from error
+
+
+def _from_its_start(stream: BinaryIO) -> BinaryIO:
+    """The stream, or its bytes where it cannot go back, such as a pipe."""
+    try:
+        stream.seek(0)
+    except (AttributeError, io.UnsupportedOperation):
+        return io.BytesIO(stream.read())
+    return stream
+
+
+@contextlib.contextmanager
+def _pillows_limit() -> Iterator[None]:
+    """Pillow's own limit at least as high as that of the process; its caller holds the lock."""
+    before = Image.MAX_IMAGE_PIXELS
+    if before is not None and MAX_PIXELS_VARIABLE in os.environ:
+        Image.MAX_IMAGE_PIXELS = max(before, -(-pixel_limit() // 2))
+    try:
+        yield
+    finally:
+        Image.MAX_IMAGE_PIXELS = before
 
 
 def check_chunks(stream: BinaryIO) -> None:
@@ -210,7 +252,8 @@ def check_area(width: int, height: int, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise ImageError(
             f"{height} x {width} is {width * height:,} pixels, more than the limit "
-            f"max_pixels={max_pixels:,}; scale it down, or raise max_pixels if you trust the image"
+            f"max_pixels={max_pixels:,}; scale it down, or raise max_pixels (--max-pixels) if you "
+            f"trust the image"
         )
 
 
@@ -230,14 +273,18 @@ def _check_depth(image: Image.Image) -> None:
 
 
 def _from_array(source: np.ndarray[Any, Any] | Tensor) -> Image.Image:
-    """Wrap uint8 [H, W, 3] (numpy) or [3, H, W] (tensor) as a Pillow image."""
+    """Wrap [H, W, 3] (numpy) or [3, H, W] (tensor), uint8 or float in 0..1, as a Pillow image."""
     is_tensor = isinstance(source, Tensor)
     kind, expected = ("tensor", "[3, H, W]") if is_tensor else ("array", "[H, W, 3]")
     shape = list(source.shape)
-    if str(source.dtype) not in ("torch.uint8", "uint8"):
+    values = source.detach().cpu() if isinstance(source, Tensor) else source
+    is_float = (
+        values.is_floating_point() if isinstance(values, Tensor) else values.dtype.kind == "f"
+    )
+    if not is_float and str(source.dtype) not in ("torch.uint8", "uint8"):
         raise ImageError(
-            f"{kind} of dtype {source.dtype}, expected uint8 {expected} with values 0..255; "
-            f"scale it and convert it to uint8"
+            f"{kind} of dtype {source.dtype}, expected uint8 {expected} with values 0..255, or "
+            f"float with values 0..1; convert it to one of these"
         )
     if len(shape) != 3 or shape[0 if is_tensor else 2] != 3:
         fix = "convert it to three RGB channels"
@@ -248,9 +295,24 @@ def _from_array(source: np.ndarray[Any, Any] | Tensor) -> Image.Image:
         raise ImageError(f"{kind} of shape {shape}, expected {expected}; {fix}")
     if 0 in shape:
         raise ImageError(f"{kind} of shape {shape} has no pixels; expected at least 1 x 1")
-    if isinstance(source, Tensor):
-        source = source.detach().cpu().permute(1, 2, 0).numpy()
-    return Image.fromarray(np.ascontiguousarray(source))
+    if isinstance(values, Tensor):
+        # NumPy has no bfloat16.
+        values = (values.float() if is_float else values).permute(1, 2, 0).numpy()
+    return Image.fromarray(np.ascontiguousarray(_to_8_bit(values) if is_float else values))
+
+
+def _to_8_bit(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Floats in 0..1 as 0..255, to the nearest; a rounding error beyond either end is none."""
+    scaled = np.rint(values.astype(np.float32) * 255)
+    low, high = values.min().item(), values.max().item()
+    if not 0 <= scaled.min() <= scaled.max() <= 255:  # also false for NaN
+        fix = "scale it to 0..1"
+        if low >= 0:
+            fix = "divide it by 255" if high <= 255 else fix
+        elif np.isfinite([low, high]).all():
+            fix = "scale it to 0..1, or, if it is normalised already, pass it to the model as it is"
+        raise ImageError(f"float values {low:g}..{high:g}, expected 0..1; {fix}")
+    return scaled.astype(np.uint8)
 
 
 def _upright(image: Image.Image, copy: bool) -> Image.Image:

@@ -15,10 +15,19 @@ from PIL import Image
 from torch import Tensor
 
 from veca._util.memory import forward_bytes, too_large
+from veca._util.numbers import count
 from veca.config import DEFAULT_SIZE
 from veca.errors import ImageError, VecaWarning, check_choice
-from veca.images.fit import FITS, Size, check_size, scaled_size, target_size
-from veca.images.read import MAX_PIXELS, Source, check_area, name_of, positive, read_named
+from veca.images.fit import (
+    FITS,
+    SHAPES,
+    Size,
+    centred_box,
+    check_size,
+    scaled_size,
+    target_size,
+)
+from veca.images.read import Source, check_area, checked_limit, name_of, positive, read_named
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -112,7 +121,7 @@ def preprocess(
     patch_size: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
-    max_pixels: int = MAX_PIXELS,
+    max_pixels: int | None = None,
     on_error: str = "raise",
 ) -> Preprocessed:
     """Read one image or several, fit them to the patch grid and normalise them into one batch.
@@ -139,7 +148,7 @@ def preprocess(
     own_patch, own_mean, own_std = _wanted_by(model)
     mean, std = own_mean if mean is None else mean, own_std if std is None else std
     patch_size = own_patch if patch_size is None else patch_size
-    patch, limit = positive(patch_size, "patch_size"), positive(max_pixels, "max_pixels")
+    patch, limit = positive(patch_size, "patch_size"), checked_limit(max_pixels)
     check_size(size, patch)
 
     batch: list[Tensor] = []
@@ -180,9 +189,80 @@ def preprocess(
     if not batch and not skipped:
         raise ImageError("no images given; expected at least one")
     if not batch:
-        raise ImageError(f"none of {len(skipped)} images can be read; the first: {skipped[0][1]}")
+        raise ImageError(
+            f"none of {count(len(skipped), 'image')} can be read; the first: {skipped[0][1]}"
+        )
     grid = (batch[0].shape[1] // patch, batch[0].shape[2] // patch)
     return Preprocessed(torch.stack(batch), grid, names, originals, valids[0], boxes, skipped)
+
+
+@dataclass(frozen=True, repr=False)
+class ImageTransform:
+    """From one image to the tensor [3, H, W] that a model takes: for a `Dataset`.
+
+    Made by `model.transform(size)`. It can be sent to the workers of a `DataLoader`.
+
+    >>> ImageFolder("photos", transform=model.transform(224))
+    """
+
+    size: int | tuple[int, int] = DEFAULT_SIZE
+    """Pixels: both sides, or (height, width); with the shape "short" one number is the short side.
+    Brought to the nearest multiples of the patch size."""
+    shape: str = "square"
+    """"square": the largest part in the middle that has the shape of the result. "squash": the
+    whole image, whatever its shape. "short": the whole image in its own shape, so that images of
+    different shapes do not make one batch."""
+    patch_size: int = 16
+    mean: Sequence[float] = IMAGENET_MEAN
+    std: Sequence[float] = IMAGENET_STD
+    max_pixels: int | None = None
+    """As in `read_image`."""
+
+    def __post_init__(self) -> None:
+        check_choice("shape", self.shape, SHAPES, ImageError)
+        size = check_size(self.size, positive(self.patch_size, "patch_size"))
+        if size is None:
+            raise ImageError("size is the side of the images in pixels, or (height, width)")
+        object.__setattr__(self, "size", size)
+        normalize(torch.zeros(3, 1, 1), self.mean, self.std)  # says what is wrong with these two
+        checked_limit(self.max_pixels)
+
+    def __call__(self, image: Source) -> Tensor:
+        """float32 [3, H, W], normalised, of a path, a Pillow image or what else `read_image` takes.
+
+        Each image is resampled at most once (bicubic, antialiased).
+        """
+        limit, name = checked_limit(self.max_pixels), name_of(image)
+        picture = read_named(image, name, limit)
+        try:
+            if self.shape == "short":
+                pixels, _ = _scale_and_crop(picture, self.size, "resize", self.patch_size, limit)
+            else:
+                pixels = to_tensor(self._shaped(picture, limit))
+        except ImageError as error:
+            raise ImageError(f"{name}: {error}") from None
+        return normalize(pixels, self.mean, self.std)
+
+    def _sides(self) -> tuple[int, int]:
+        """(height, width) of what comes out, on the patch grid."""
+        height, width = (self.size, self.size) if isinstance(self.size, int) else self.size
+        return target_size(height, width, None, "resize", self.patch_size)
+
+    def _shaped(self, image: Image.Image, limit: int) -> Image.Image:
+        height, width = self._sides()
+        check_area(width, height, limit)
+        box = None if self.shape == "squash" else centred_box(image.size, (width, height))
+        if image.size == (width, height):
+            return image
+        return image.resize((width, height), Image.Resampling.BICUBIC, box=box)
+
+    def __repr__(self) -> str:
+        if self.shape == "short" and isinstance(self.size, int):
+            size = f"short side {self.size}"
+        else:
+            size = "{} x {}".format(*self._sides())
+        mean, std = ((round(v, 4) for v in values) for values in (self.mean, self.std))
+        return f"ImageTransform({size}, {self.shape}, mean {(*mean,)}, std {(*std,)})"
 
 
 def check_memory(model: Any, original: tuple[int, int], final: tuple[int, int]) -> None:
@@ -223,6 +303,8 @@ def _wanted_by(model: object) -> tuple[int, Sequence[float], Sequence[float]]:
 def _named(images: Source | Iterable[Source]) -> Iterator[tuple[str, Source]]:
     """Yield (name, source) of one source or of each in an iterable."""
     single = (str, os.PathLike, bytes, bytearray, memoryview, Image.Image, np.ndarray, Tensor)
+    if isinstance(images, (np.ndarray, Tensor)) and images.ndim == 4:  # a batch
+        images = list(images)
     # A file object is iterable too, by line.
     if isinstance(images, single) or hasattr(images, "read") or not isinstance(images, Iterable):
         yield name_of(images), cast(Source, images)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from veca._util.extras import require
-from veca.checks import check_budget
+from veca.checks import check_blocks, check_budget
 from veca.config import DEFAULT_SIZE, PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
 from veca.model import Veca
@@ -170,7 +170,8 @@ class TimmVeca(nn.Module):
             (final tokens, intermediates); the intermediates alone, or a dict, on request.
         """
         check_choice("output format", output_fmt, FORMATS)
-        wanted, last = take_indices(len(self.veca.blocks), indices)
+        wanted = check_blocks(indices, len(self.veca.blocks))
+        last = wanted[-1]
         early = stop_early and (intermediates_only or last == len(self.veca.blocks) - 1)
         walk = self._walk(x, cores, keep=wanted, last=last + 1 if early else None)
         kept = [self._norm(tokens) if norm else tokens for tokens in walk.kept]
@@ -197,7 +198,8 @@ class TimmVeca(nn.Module):
         prune_head: bool = True,
     ) -> list[int]:
         """Drop the blocks after the last of `indices`, and what only the final output needs."""
-        wanted, last = take_indices(len(self.veca.blocks), indices)
+        wanted = check_blocks(indices, len(self.veca.blocks))
+        last = wanted[-1]
         self.veca.blocks = self.veca.blocks[: last + 1]
         self.veca.moves = self.veca.moves[:last]
         if prune_norm:
@@ -258,23 +260,6 @@ class TimmVeca(nn.Module):
             if layer.number - 1 in keep:
                 kept.append(layer.tokens)
         return _Walk(layer.tokens, kept, budget, layer.grid)
-
-
-def take_indices(count: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
-    """Which of `count` blocks are meant, in order and from 0, and the last of them."""
-    if indices is None:
-        wanted = list(range(count))
-    elif isinstance(indices, int):
-        wanted = list(range(count - indices, count)) if 0 < indices <= count else []
-    else:
-        inside = all(-count <= i < count for i in indices)
-        wanted = sorted({int(i) % count for i in indices}) if inside else []
-    if not wanted:
-        raise InputError(
-            f"indices must name some of the {count} blocks, from 0 to {count - 1} or from the end, "
-            f"or say how many of the last; got {indices!r}."
-        )
-    return wanted, wanted[-1]
 
 
 def pretrained_cfg(config: VecaConfig) -> dict[str, Any]:
@@ -352,11 +337,13 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         with contextlib.nullcontext() if device is None else torch.device(device):
             model = TimmVeca(stored.replace(**changes), **options).to(dtype=dtype)
         if source is not None:
-            weights = load(source).state_dict()
+            stored_model = load(source)
+            weights = stored_model.state_dict()
             if "in_channels" in changes:  # colours summed up for grey, repeated for more, as ever
                 adapt = importlib.import_module("timm.models").adapt_input_conv
                 weights[_STEM] = adapt(in_chans, weights[_STEM])
             model.veca.load_state_dict(weights)
+            model.veca.take_origin(stored_model)
         if model.veca.config != PRESETS[name]:
             # For save_for_hf, which stores it; it comes back as `config` when that is loaded.
             model._model_args = {"config": model.veca.config.to_dict()}

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from veca._util.numbers import count
 from veca.checks import check_budget
 from veca.config import VecaConfig
 from veca.cost import Cost, cost
@@ -354,10 +355,10 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
 
 def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
     """`backbone.features`, with an error in plain words for the usual failures."""
-    count, _, height, width = pixels.shape
+    number, _, height, width = pixels.shape
     with explained_out_of_memory(
-        f"out of memory: {backbone.label} on {count} images of {height} x {width} pixels; use "
-        "a smaller --batch-size or --size.",
+        f"out of memory: {backbone.label} on {count(number, 'image')} of {height} x {width} "
+        "pixels; use a smaller --batch-size or --size.",
         ProbeError,
     ):
         out = backbone.features(pixels, grid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import hashlib
 import json
@@ -11,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from veca._util.html import Page
+from veca._util.html import Page, data_uri
 from veca.errors import MissingExtraError
 from veca.probe.metrics import retention
-from veca.probe.plot import draw
+from veca.probe.plot import captions, draw_each
 from veca.probe.record import Row, Run, find_runs, scoring_constants
 from veca.probe.table import (
     cells,
@@ -85,19 +84,22 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(named, key=lambda group: group.title)
 
 
-def write_report(folder: str | Path, out: str | Path | None = None) -> ProbeReport:
+def write_report(
+    folder: str | Path, out: str | Path | None = None, *, command: str = ""
+) -> ProbeReport:
     """Join every run in a folder and below into one HTML page.
 
     Args:
         out: the page; by default `report.html` in the folder.
+        command: what made the page, for its foot.
     """
     root = Path(folder).expanduser()
     groups = group_runs([run for _, run in find_runs(root)])
     target = Path(out).expanduser() if out is not None else root / "report.html"
-    page = Page("Probes of frozen backbones")
-    page.text(
+    page = Page(
+        "Probes of frozen backbones",
         "Each part holds runs on the same images with the same constants; scores of different "
-        "parts do not compare."
+        "parts do not compare.",
     )
     page.heading("Summary")
     page.table(
@@ -107,27 +109,35 @@ def write_report(folder: str | Path, out: str | Path | None = None) -> ProbeRepo
     )  # fmt: skip
     missing = ""
     for group in groups:
-        run = group.runs[0]
-        page.heading(group.title)
-        page.text(f"{run.protocol['description']}.")
-        page.table(header(run), [cells(one, row) for one, row in group.rows])
-        page.text(explain(next((one for one in group.runs if one.resampling), run)), "small")
-        try:
-            if not missing:
-                picture = base64.b64encode(draw(group.runs, group.title)).decode()
-                text = f"{group.title}: score against compute"
-                page.picture(f"data:image/png;base64,{picture}", text)
-        except MissingExtraError as error:
-            missing = str(error)
-        for note in dict.fromkeys(n for one in group.runs for n in [*one.notes, *verified(one)]):
-            page.text(note, "small")
-        for one in group.runs:
-            page.text(one.command, "small") if one.command else None
-            page.text(machine_line(one), "small")
+        missing = _add_group(page, group, missing)
     if missing:
         page.text(f"No plots: {missing}", "note")
+    page.made_by(command)
     page.write(target)
     return ProbeReport(target, groups, missing)
+
+
+def _add_group(page: Page, group: Group, missing: str) -> str:
+    """A part of the page; returns why plots are missing, if they are."""
+    run = group.runs[0]
+    page.heading(group.title)
+    description = run.protocol["description"]
+    page.text(f"{description[:1].upper()}{description[1:]}.")
+    try:
+        if not missing:
+            plots = [(data_uri(png), name) for name, png in draw_each(group.runs)]
+            page.pictures(plots, " ".join(captions(group.runs)))
+    except MissingExtraError as error:
+        missing = str(error)
+    page.table(header(run), [cells(one, row) for one, row in group.rows])
+    page.text(explain(next((one for one in group.runs if one.resampling), run)), "small")
+    for note in dict.fromkeys(n for one in group.runs for n in [*one.notes, *verified(one)]):
+        page.text(note, "small")
+    for one in group.runs:
+        if one.command:
+            page.code(one.command)
+        page.text(machine_line(one), "small")
+    return missing
 
 
 def _all(groups: Sequence[Group]) -> list[list[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from veca._util.files import atomic_write_text
+from veca._util.numbers import count
 from veca.probe.intervals import Interval
 from veca.probe.record import Row, Run, write_run
 
@@ -36,16 +37,21 @@ def metric_title(metric: str) -> str:
     return _TITLES.get(metric, metric)
 
 
+def is_percent(metric: str) -> bool:
+    """Whether tables show a score as a percentage; otherwise in metres."""
+    return metric in _PERCENT
+
+
 def show_metric(metric: str, value: float) -> str:
     """A score as tables show it: percent with two digits, or four digits of metres."""
-    return f"{100 * value:.2f}" if metric in _PERCENT else f"{value:.4f}"
+    return f"{100 * value:.2f}" if is_percent(metric) else f"{value:.4f}"
 
 
 def show_interval(metric: str, ends: Interval | None) -> str:
     """Half of an interval's width, as tables show it beside the score; empty for None."""
     if ends is None:
         return ""
-    return _half_percent(ends) if metric in _PERCENT else f"±{(ends[1] - ends[0]) / 2:.3f}"
+    return _half_percent(ends) if is_percent(metric) else f"±{(ends[1] - ends[0]) / 2:.3f}"
 
 
 def shown_metrics(run: Run) -> list[str]:
@@ -186,7 +192,7 @@ def machine_line(run: Run) -> str:
     return (
         f"{device}; torch {m['torch']}, veca {m['veca']}, Python {m['python']}; {m['date']}; "
         f"{seconds['total']:.0f} s, {seconds['features']:.0f} s of them for features "
-        f"({run.cache['decoded']:,} images decoded)."
+        f"({count(run.cache['decoded'], 'image')} decoded)."
     )
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from veca.errors import ProbeError
-from veca.images import MAX_PIXELS, target_size
+from veca.images import pixel_limit, target_size
 from veca.probe.datasets import Crop, Dataset
 from veca.probe.protocol import CropRule, CropView, DepthView, WindowView
 
@@ -114,7 +114,7 @@ class FrameView:
             length if window and length >= window else on_grid
             for length, on_grid in zip(exact, fitted, strict=True)
         )
-        if height * width > MAX_PIXELS:
+        if height * width > pixel_limit():
             raise ProbeError(
                 f"an image of {size[0]} x {size[1]} pixels would be shown at {height} x {width}; "
                 "such a sliver is not an image to score."

@@ -17,7 +17,7 @@ from veca.viz.cores import draw_paths, draw_states, path_lengths
 from veca.viz.features import draw_features, draw_sizes, feature_pictures
 from veca.viz.figure import FORMATS, Figure, Panel
 from veca.viz.numbers import Numbers, Verdict, draw_numbers, measure, verdicts
-from veca.viz.project import Palette, Pca, joint_colours, project
+from veca.viz.project import Palette, Pca, joint_colours, layer_colours, project
 from veca.viz.report import report
 from veca.viz.similarity import (
     agreement_map,
@@ -59,6 +59,7 @@ __all__ = [
     "fitting_budgets",
     "heat",
     "joint_colours",
+    "layer_colours",
     "measure",
     "path_lengths",
     "point_map",

@@ -145,6 +145,7 @@ def save(
     options: Options | None = None,
     *,
     format: str | None = None,
+    command: str = "",
 ) -> list[Path]:
     """Draw a figure by its name and write it; return the files.
 
@@ -152,6 +153,7 @@ def save(
         out: a folder, for files called after the figure (and the photo, if each has its own); or
             a file ending in .png, .svg or .html.
         format: png, svg or html; by default what `out` says, or png.
+        command: what made the figure, for the foot of a page.
     """
     target, entry = place_for(out), find_figure(name)
     kind = output_format(target, format)
@@ -170,7 +172,7 @@ def save(
     for stem, group in groups:
         figure = draw(name, group, options)[0]
         path = target if as_file else target / f"{stem}{figure.name}.{kind}"
-        written.append(figure.save(path, kind))
+        written.append(figure.save(path, kind, command=command))
         if name == "numbers":
             written.append(path.with_suffix(".csv"))
             write_csv(written[-1], figure.arrays["rows"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from veca.errors import InputError
 from veca.viz.figure import Figure, Panel
-from veca.viz.project import joint_colours
+from veca.viz.project import joint_colours, layer_colours
 from veca.viz.view import View, check_budgets
 
 SIZES = (256, 512, 768, 1024)
@@ -59,20 +59,19 @@ def draw_features(
     """Dense features of photos at several budgets and layers, coloured together.
 
     A row a photo with budgets across; with several `layers`, a row a photo and budget with layers
-    across. `overlay` (0..1) is how much of the photo shines through.
+    across, each layer in its full contrast (`layer_colours`). `overlay` (0..1) is how much of the
+    photo shines through.
     """
     budgets = check_budgets(views[0].model, cores)
     depths = [views[0].model.config.depth] if layers is None else list(layers)
-    cells = [
-        (view, budget, layer, features)
-        for view in views
-        for budget in budgets
-        for layer, features in zip(depths, view.features(budget, depths), strict=True)
-    ]
-    colours = joint_colours([cell[3] for cell in cells], method=method, seed=seed)
+    runs = [(view, budget) for view in views for budget in budgets]
+    by_run = [view.features(budget, depths) for view, budget in runs]
+    by_layer = layer_colours(list(zip(*by_run, strict=True)), method=method, seed=seed)
+    cells = [(view, budget, layer) for view, budget in runs for layer in depths]
+    colours = [colour for run in zip(*by_layer, strict=True) for colour in run]
     panels = [
         _panel(view, colour, _title(budget, layer if len(depths) > 1 else None), overlay)
-        for (view, budget, layer, _), colour in zip(cells, colours, strict=True)
+        for (view, budget, layer), colour in zip(cells, colours, strict=True)
     ]
     across = len(depths) if len(depths) > 1 else len(budgets)
     rows = []
@@ -80,18 +79,17 @@ def draw_features(
         view = cells[start][0]
         rows.append([Panel(view.shown, view.name), *panels[start : start + across]])
     joint = [
-        word
-        for word, count in (
-            ("photos", len(views)),
-            ("budgets", len(budgets)),
-            ("layers", len(depths)),
-        )
-        if count > 1
+        word for word, count in (("photos", len(views)), ("budgets", len(budgets))) if count > 1
     ]
-    caption = (
-        f"Dense features as colours ({method.upper()}, {_joint(joint)}): equal features have equal "
-        "colours in every panel."
-    )
+    how = f"Dense features as colours ({method.upper()}, {_joint(joint)})"
+    if len(depths) > 1:
+        caption = (
+            f"{how}. Each layer has colours of its own: in a column equal features have equal "
+            f"colours. Those of other layers are rotated towards those of layer {depths[-1]}, so "
+            "that a patch keeps its colour where layers group patches alike."
+        )
+    else:
+        caption = f"{how}: equal features have equal colours in every panel."
     return Figure(rows, caption, "features", {"colours": _on_grids(colours, [c[0] for c in cells])})
 
 

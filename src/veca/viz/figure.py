@@ -6,7 +6,6 @@ in SVG. The same figure gives the same bytes each time.
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 from PIL import Image, ImageDraw, ImageFont
 
 from veca._util.files import atomic_write
-from veca._util.html import Page
+from veca._util.html import Box, Page, Part, data_uri
 from veca.errors import check_choice
 from veca.viz.colour import RGB, heat_bar
 
@@ -114,6 +113,8 @@ class Figure:
     name: str = "figure"
     arrays: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The numbers behind the pictures, by name."""
+    charts: bool = False
+    """The panels are charts: ink on white, each of which can stand alone."""
 
     @property
     def panels(self) -> list[Panel]:
@@ -184,19 +185,30 @@ class Figure:
         parts.append("</svg>\n")
         return "\n".join(parts)
 
-    def save(self, path: str | Path, format: str | None = None) -> Path:
+    def add_to(self, page: Page, source: str = "") -> None:
+        """Show it on a page, panel by panel, with its caption.
+
+        Args:
+            source: the address of its PNG; by default the picture goes into the page.
+        """
+        places, size = _layout(self.rows)
+        found = iter(places)
+        rows = [[_part(next(found)) for _ in row] for row in self.rows]
+        source = source or data_uri(self.png())
+        page.panels(source, size, rows, self.caption, charts=self.charts)
+
+    def save(self, path: str | Path, format: str | None = None, *, command: str = "") -> Path:
         """Write the figure, all or nothing.
 
         `format` is png, svg or html; by default what the file's suffix says. The HTML is one
-        self-contained page.
+        self-contained page, with `command`, what made it, at its foot.
         """
         target = Path(path)
         kind = check_format(format if format is not None else target.suffix.lstrip(".").lower())
         if kind == "html":
             page = Page(self.name)
-            page.picture(data_uri(self.png()), self.caption)
-            if self.caption:
-                page.text(self.caption, "small")
+            self.add_to(page)
+            page.made_by(command)
             return page.write(target)
         content = self.png() if kind == "png" else self.svg().encode()
         with atomic_write(target) as file:
@@ -211,11 +223,6 @@ class Figure:
 def check_format(format: str) -> str:
     check_choice("format of a figure", format, FORMATS)
     return format
-
-
-def data_uri(png: bytes) -> str:
-    """A picture as an address that carries it."""
-    return f"data:image/png;base64,{base64.b64encode(png).decode('ascii')}"
 
 
 @dataclass(frozen=True)
@@ -244,6 +251,18 @@ def _layout(rows: Sequence[Sequence[Panel]]) -> tuple[list[_Place], tuple[int, i
         top += text + below + _GAP
         widest = max(widest, x)
     return places, (widest, top)
+
+
+def _part(place: _Place) -> Part:
+    """Where a panel and its bar are in the picture of the whole figure."""
+    panel, x, y = place.panel, place.x, place.y
+    width, height = panel.picture.size
+    box = Box(x, y, width, height)
+    if not panel.scale:
+        return Part(panel.title, box)
+    low, high = panel.scale
+    bar = Box(x, y + height + 4, width, _BAR)
+    return Part(panel.title, box, bar, (_number(low), _number(high)))
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -261,7 +261,8 @@ def draw_numbers(
         panels.append(chart(lines, title=name, x_label="layer", zero=name != "directions"))
     half = (len(panels) + 1) // 2
     caption = "The numbers of the table over the layers, a line a budget."
-    return Figure([panels[:half], panels[half:]], caption, "numbers", {"rows": list(rows)})
+    rows_of_panels = [panels[:half], panels[half:]]
+    return Figure(rows_of_panels, caption, "numbers", {"rows": list(rows)}, charts=True)
 
 
 def _exact(value: float) -> float | str:

@@ -1,7 +1,8 @@
 """Joint projections: many features become two or three numbers each, by one rule for all.
 
 One rule is what makes colours and places comparable: equal features come out equal wherever they
-stand. PCA is the default and needs nothing but torch; UMAP, as the paper uses it, is an option.
+stand. Layers are the exception: each has a rule of its own, matched to that of the last. PCA is the
+default and needs nothing but torch; UMAP, as the paper uses it, is an option.
 """
 
 from __future__ import annotations
@@ -102,6 +103,45 @@ def joint_colours(
     projected = project(features, method=method, seed=seed)
     low, high = _range(torch.cat(projected))
     return [_scale(part, low, high) for part in projected]
+
+
+def layer_colours(
+    layers: Sequence[Sequence[Tensor]], *, method: str = "pca", seed: int = 0
+) -> list[list[Tensor]]:
+    """Rows of several layers as colours [N, 3] in 0..1: every layer in its full contrast.
+
+    Layers differ in scale and in what their directions mean, so one projection of all would leave
+    some of them a single colour. Here each layer has a projection and a range of its own; in a
+    layer equal rows get equal colours, and those of the last layer are `joint_colours`. The
+    projections of the others are then rotated to agree with the last one as well as they can, so
+    that a patch keeps its colour where the layers group patches alike.
+
+    Args:
+        layers: for each layer the same maps in the same order, [[N_i, D], ...].
+        method, seed: as in `project`.
+    """
+    shapes = [[len(part) for part in maps] for maps in layers]
+    if not layers or any(shape != shapes[0] for shape in shapes):
+        raise InputError(f"layers must hold the same maps, of the same rows; got rows {shapes}.")
+    places = [torch.cat(project(maps, method=method, seed=seed)) for maps in layers]
+    last = _standard(places[-1])
+    turned = [place @ _rotation(place, last) for place in map(_standard, places[:-1])]
+    colours = [_scale(place, *_range(place)) for place in [*turned, places[-1]]]
+    return [list(colour.split(shapes[0])) for colour in colours]
+
+
+def _standard(places: Tensor) -> Tensor:
+    """Columns of mean 0 and deviation 1; a column without any spread is 0."""
+    centred = places - places.mean(dim=0)
+    deviation = centred.square().mean(dim=0).sqrt()
+    flat = deviation < 1e-12 * places.abs().amax(dim=0).clamp_min(1e-12)
+    return torch.where(flat, 0.0, centred / torch.where(flat, 1.0, deviation))
+
+
+def _rotation(places: Tensor, onto: Tensor) -> Tensor:
+    """The rotation or reflection that brings places [N, K] nearest to others (Procrustes)."""
+    left, _, right = torch.linalg.svd(places.T @ onto)
+    return left @ right
 
 
 def _join(features: Sequence[Tensor]) -> Tensor:

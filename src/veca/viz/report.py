@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from veca._util.files import atomic_write, place_for
 from veca._util.html import Page
@@ -50,6 +51,7 @@ def report(
     *,
     weights: str = "",
     progress: Callable[[str], None] = lambda line: None,
+    command: str = "",
 ) -> WrittenReport:
     """Draw every figure of photos and write them to the folder `out` as `index.html`.
 
@@ -59,16 +61,17 @@ def report(
         options: budgets, layers and so on for all figures.
         weights: what the page calls the weights.
         progress: called with a line of text as the work goes on.
+        command: what made the page, for its foot.
     """
     folder, options = place_for(out), options or Options()
     model = views[0].model
     fresh = is_fresh(model)
-    page = Page("What the cores see")
     whole = model.config.num_cores
-    page.text(
+    page = Page(
+        "What the cores see",
         f"{weights + ': ' if weights else ''}{model.config.depth} layers, width "
         f"{model.config.width}, up to {whole} cores. Photos: "
-        f"{', '.join(f'{view.name} ({_pixels(view)} px)' for view in views)}."
+        f"{', '.join(f'{view.name} ({_pixels(view)} px)' for view in views)}.",
     )
     if fresh:
         page.text(FRESH, "note")
@@ -79,12 +82,14 @@ def report(
         for name in PARTS:
             progress(f"{stem}: {name}")
             title, figure = draw_part(view, name, options)
-            pictures.append(add_figure(page, figure, folder / f"{stem}-{name}.png", title))
+            path = folder / f"{stem}-{name}.png"
+            pictures.append(add_figure(page, figure, path, title, level=2 + (len(views) > 1)))
     progress("numbers")
     budgets = check_budgets(model, options.cores)
     rows = numbers.measure(views, budgets, kind=options.kind)
     pictures.append(add_numbers(page, rows, folder, fresh, options.layers))
     _add_costs(page, views[0], budgets)
+    page.made_by(command)
     return WrittenReport(
         page.write(folder / "index.html"), pictures, rows, numbers.verdicts(rows), fresh
     )
@@ -99,13 +104,12 @@ def draw_part(view: View, name: str, options: Options | None = None) -> tuple[st
     return title, FIGURES[name.split("-")[0]].draw([view], wanted)
 
 
-def add_figure(page: Page, figure: Figure, path: Path, title: str) -> Path:
+def add_figure(page: Page, figure: Figure, path: Path, title: str, level: int = 2) -> Path:
     """Write a figure beside a page, and show it there under a title."""
     with atomic_write(path) as file:
         file.write(figure.png())
-    page.heading(title)
-    page.picture(path.name, figure.caption)
-    page.text(figure.caption, "small")
+    page.heading(title, level)
+    figure.add_to(page, quote(path.name))
     return path
 
 

@@ -1,6 +1,7 @@
 """Weights: saved and loaded as safetensors, found by name, and exchanged with the authors' files.
 
-`store` is the format, `names` and `hub` find weights, `official` is for the authors' files.
+`store` is the format, `names` and `hub` find weights, `models` makes models of them, `official` is
+for the authors' files.
 """
 
 from __future__ import annotations
@@ -8,14 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
-from veca._util.device import usable_device
 from veca.config import PRESETS, VecaConfig, preset
 from veca.errors import ConfigError
 from veca.model import Veca
-from veca.weights import hub, names, store
+from veca.weights import names, store
 from veca.weights import tensors as ts
+from veca.weights.models import create_model, list_models, load
 from veca.weights.names import NAMED, available, find
 from veca.weights.official import convert_official, export_official, import_official
 from veca.weights.store import save
@@ -24,45 +23,18 @@ __all__ = [
     "NAMED",
     "available",
     "convert_official",
+    "create_model",
     "describe_config",
     "export_official",
     "find",
     "import_official",
+    "list_models",
     "load",
     "read_config",
     "read_provenance",
     "save",
     "weights_hash",
 ]
-
-
-def load(
-    source: str | os.PathLike[str],
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = torch.float32,
-    backend: str = "auto",
-    revision: str | None = None,
-) -> Veca:
-    """A model with stored weights, in eval mode. Nothing in a file is ever executed.
-
-    Args:
-        source: a name (`veca_small_patch16`, or `small`), a folder, a `.safetensors` file, or a
-            repository of the Hugging Face hub, `owner/name` or `owner/name@revision`. What exists
-            on this machine comes first.
-        dtype: of the weights in memory; None keeps the stored one.
-        backend: the attention backend, as in `create_model`.
-        revision: of a repository: a branch, a tag or, to pin it, the hash of a commit. The same as
-            `owner/name@revision`.
-    """
-    if revision is not None:
-        source = hub.at_revision(source, revision)
-    ts.check_dtype(dtype)
-    place = usable_device(device)
-    path = names.locate(source)
-    model = store.load_local(path, device=place, dtype=dtype, backend=backend)
-    model.name = names.called(source, path)
-    return model
 
 
 def read_config(source: str | os.PathLike[str]) -> VecaConfig:

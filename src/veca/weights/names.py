@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from veca._util.cache import cache_folder
+from veca._util.extras import clone_of, is_clone
 from veca.config import PRESETS
 from veca.errors import InputError, WeightsError, suggest
 from veca.weights import hub, store
@@ -71,7 +72,7 @@ def locate(source: str | os.PathLike[str], wanted: Sequence[str] = store.FILES) 
     if isinstance(source, str) and hub.is_repo(text):
         return hub.download(text, wanted)
     raise WeightsError(
-        f"there is no {path}; check the path, or give a name ({', '.join(_known())}) or a hub id "
+        f"there is no {text}; check the path, or give a name ({', '.join(_known())}) or a hub id "
         "such as owner/name."
     )
 
@@ -86,19 +87,18 @@ def _by_name(name: str, wanted: Sequence[str]) -> Path:
     if not any(candidate in PRESETS for candidate in _spellings(name)):
         raise WeightsError(
             f"no weights are called {suggest(name, _known(name))} Nor is there a file or a folder "
-            "of that name here."
+            f"of that name here (looked in {_looked()})."
         )
-    looked = ", ".join(str(folder) for folder in _folders())
     if any(candidate in IN_A_CLONE for candidate in _spellings(name)):
         raise WeightsError(
-            f"the weights {name!r} are not on this machine (looked in {looked}); they come with a "
-            "clone of the repository, in weights/: give that folder's path, or copy it into the "
-            "last of these places."
+            f"the weights {name!r} are not on this machine (looked in {_looked()}); they come with "
+            "a clone of the repository, in weights/: work in there, give that folder's path, or "
+            f"copy it into {cache_folder()}."
         )
     raise WeightsError(
-        f"the weights {name!r} are not on this machine (looked in {looked}) and none are published "
-        f"yet; veca.create_model({name!r}) makes fresh ones, `veca distill` trains them, and "
-        "`veca import` reads a checkpoint of the authors'."
+        f"the weights {name!r} are not on this machine (looked in {_looked()}) and none are "
+        f"published yet; veca.create_model({name!r}) makes fresh ones, `veca distill` trains them, "
+        "and `veca import` reads a checkpoint of the authors'."
     )
 
 
@@ -111,17 +111,21 @@ def at_hand(source: str) -> Path | None:
     return path
 
 
-@functools.cache
 def say_shadowed(text: str) -> None:
     """Log one line, once, if what lies at a path is taken instead of other weights so called."""
     path = _path(text)
     if path.is_absolute() or not exists(path):
         return
-    other = find(text)
-    if other is not None and other.resolve() != path.resolve():
-        log.warning("%s is %s, not the weights of that name in %s.", text, path.resolve(), other)
+    other, here = find(text), path.resolve()
+    if other is not None and other.resolve() != here:
+        _say_once(f"{text} is the folder {here} here, not the weights of that name in {other}.")
     elif hub.is_repo(text) and hub.fetched_before(text):
-        log.warning("%s is the folder %s, not the hub's repository.", text, path.resolve())
+        _say_once(f"{text} is the folder {here} here, not the hub's repository of that name.")
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    log.warning(line)
 
 
 def _path(text: str) -> Path:
@@ -152,14 +156,27 @@ def _spellings(name: str) -> tuple[str, str]:
 def _folders() -> Iterator[Path]:
     """Where named weights are looked for, in this order."""
     yield _PACKAGE / "assets" / "weights"
-    # The clone that the package lies in, or the one that an installed package is used in.
-    clones = [_PACKAGE.parent.parent] if _PACKAGE.parent.name == "src" else []
-    with contextlib.suppress(OSError):  # a working folder that is gone
-        clones.append(Path.cwd())
-    for clone in dict.fromkeys(clones):
-        if (clone / "pyproject.toml").is_file() and (clone / "src" / _PACKAGE.name).is_dir():
-            yield clone / "weights"
+    for clone in _clones():
+        yield clone / "weights"
     yield cache_folder()
+
+
+def _clones() -> list[Path]:
+    """The clone that the package lies in, and the one that it is used in, from any depth."""
+    found = [clone] if (clone := clone_of(_PACKAGE)) else []
+    with contextlib.suppress(OSError):  # a working folder that is gone
+        here = Path.cwd()
+        found += [folder for folder in (here, *here.parents) if is_clone(folder)][:1]
+    return list(dict.fromkeys(found))
+
+
+def _looked() -> str:
+    """Every place where weights were looked for, in words."""
+    *places, last = map(str, _folders())
+    if not _clones():
+        with contextlib.suppress(OSError):
+            places.append(f"weights/ of a clone around {Path.cwd()}, which lies in none")
+    return ", ".join([*places, last])
 
 
 def called(source: str | os.PathLike[str], path: Path) -> str:

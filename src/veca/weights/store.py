@@ -8,11 +8,11 @@ provenance, and replacing it is the one step that turns an old set into a new on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from veca._util import files
+from veca._util.extras import upgrade_advice
 from veca.checks import check_model
 from veca.config import VecaConfig
 from veca.errors import ConfigError, InputError, OutputError, WeightsError, shown
@@ -32,6 +33,9 @@ FORMAT_VERSION = 1
 TENSORS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 FILES = (TENSORS, CONFIG, PROVENANCE)
 SUFFIX = ".safetensors"
+TARGETS, HEADS = "targets.safetensors", "heads.safetensors"
+BESIDE = (TARGETS, HEADS)
+"""What training leaves beside weights: scales of the teachers' features, heads for others."""
 INDEX = f"{TENSORS}.index.json"
 """Beside weights that transformers split into shards: which tensor is in which."""
 
@@ -65,14 +69,51 @@ def save(
         path: a name ending in `.safetensors` makes one file; any other is a folder with
             `model.safetensors`, `config.json` and `provenance.json`. Folders are made on the way.
         provenance: where the weights come from, as plain JSON: teacher, its licence, data, steps,
-            budgets. The code version, the format version and hashes are added.
+            budgets. The code version, the format version and hashes are added. Without it, what
+            the model was loaded with: as it was, or, where the tensors have changed since, as
+            "derived_from".
         dtype: store in this dtype, such as `torch.float16` to ship; None keeps the model's.
+
+    A folder also gets the files that lay beside the weights when they were loaded, such as
+    `targets.safetensors`.
 
     Returns:
         The path written.
     """
     check_model(model, "save")
-    return save_state(model.state_dict(), model.config, path, provenance=provenance, dtype=dtype)
+    state = model.state_dict()
+    if provenance is None:
+        provenance = carried(model.provenance, state)
+    written = save_state(state, model.config, path, provenance=provenance, dtype=dtype)
+    if written.is_dir():
+        write_beside(model.beside, written)
+    return written
+
+
+def carried(provenance: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What the provenance that tensors were loaded with says of them now."""
+    known = {k: v for k, v in provenance.items() if k not in ("file_sha256", "format_version")}
+    recorded = known.get("tensors_sha256")
+    if recorded is not None and not ts.are_stored_as(state, recorded):
+        # Trained on, or rounded: what is known of them holds no longer as it is.
+        known = {"derived_from": known}
+    return known
+
+
+def write_beside(beside: Mapping[str, bytes], folder: Path) -> None:
+    """Write the files that belong to the weights in a folder."""
+    for name, data in beside.items():
+        with files.atomic_write(folder / name) as file:
+            file.write(data)
+
+
+def read_beside(folder: Path) -> dict[str, bytes]:
+    """The files that belong to the weights in a folder; empty for a single file."""
+    found = {}
+    for name in BESIDE if folder.is_dir() else ():
+        with contextlib.suppress(OSError):  # there is none, or none to be read
+            found[name] = (folder / name).read_bytes()
+    return found
 
 
 def save_state(
@@ -174,7 +215,7 @@ def _write_folder(
         files.commit(new_provenance, provenance_path)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without_stale_config(old: Path, new: Path, tensors: Path, new_tensors: Path) -> Iterator[None]:
     """Take the old config.json away while its tensors are replaced, if it is another one.
 
@@ -239,7 +280,13 @@ def load_local(
         )
     # A copy, because the tensors read are a window on the file, which may change or vanish.
     state = {name: tensor.to(device, dtype, copy=True) for name, tensor in state.items()}
-    return ts.fill(config, state, backend=backend)
+    model = ts.fill(config, state, backend=backend)
+    try:
+        model.provenance = read_provenance(path)
+    except WeightsError:  # the copy beside the tensors, which is for people
+        model.provenance = _embedded(header, _HEADER_PROVENANCE)
+    model.beside = read_beside(path)
+    return model
 
 
 def read_config(path: Path) -> VecaConfig:
@@ -308,7 +355,7 @@ def _resave(how: str) -> str:
     )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _safetensors_errors(path: Path) -> Iterator[None]:
     try:
         yield
@@ -422,7 +469,7 @@ def _parse_config(path: Path, fields: dict[str, Any]) -> VecaConfig:
     if version > FORMAT_VERSION:
         raise WeightsError(
             f"{path} has format version {shown(version)}, but this veca ({__version__}) reads up "
-            f"to {FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+            f"to {FORMAT_VERSION}; {upgrade_advice()}."
         )
     if "architecture" in fields and "model_type" not in fields:
         raise WeightsError(

@@ -116,6 +116,22 @@ def content_hash(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def are_stored_as(state: Mapping[str, Tensor], content: str) -> bool:
+    """Whether tensors are, number for number, those with a content hash.
+
+    They may have been stored in another dtype: float16 weights that were loaded as float32 are
+    the same weights.
+    """
+    if content_hash(state) == content:
+        return True
+    for dtype in FLOATS:
+        stored = {name: tensor.to(dtype) for name, tensor in state.items()}
+        exact = all(torch.equal(stored[name].to(t.dtype), t) for name, t in state.items())
+        if exact and content_hash(stored) == content:
+            return True
+    return False
+
+
 def seal(content: str, metadata: Mapping[str, str]) -> str:
     """sha256 of all that a file says: the hash of its tensors, and the rest of its header.
 

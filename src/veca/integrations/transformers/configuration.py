@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from veca._util.extras import upgrade_advice
 from veca.checks import check_budget
 from veca.config import VecaConfig as Architecture
 from veca.errors import ConfigError
@@ -62,7 +63,7 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         if not isinstance(version, int) or version > FORMAT_VERSION:
             raise ConfigError(
                 f"this config.json has format version {version!r}, but this veca reads up to "
-                f"{FORMAT_VERSION}; upgrade with `pip install --upgrade veca`."
+                f"{FORMAT_VERSION}; {upgrade_advice()}."
             )
         architecture = Architecture.from_dict(given)
         for name, value in architecture.to_dict().items():

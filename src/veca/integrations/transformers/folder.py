@@ -67,9 +67,12 @@ def write_plain(
     state: Mapping[str, Tensor],
     config: VecaConfig,
     provenance: Mapping[str, Any],
+    beside: Mapping[str, bytes],
 ) -> None:
-    """Tensors, configuration and provenance, as `veca.save` writes them."""
-    store.save_state(state, config.to_veca(), folder, provenance=_carried(provenance, state))
+    """Tensors, configuration, provenance and what lay beside them, as `veca.save` writes them."""
+    carried = store.carried(provenance, state)
+    store.save_state(state, config.to_veca(), folder, provenance=carried)
+    store.write_beside(beside, folder)
     # A superset of what is there now; a crash before this leaves a folder that both still read.
     files.atomic_write_text(folder / store.CONFIG, config.to_json_string(use_diff=True))
     _remove_shards(folder)
@@ -79,18 +82,8 @@ def write_provenance(
     folder: Path, state: Mapping[str, Tensor], provenance: Mapping[str, Any]
 ) -> None:
     """The provenance beside tensors that are in shards, which have no place for it."""
-    record = store.full_record(_carried(provenance, state), ts.content_hash(state))
+    record = store.full_record(store.carried(provenance, state), ts.content_hash(state))
     files.atomic_write_json(folder / store.PROVENANCE, record)
-
-
-def _carried(provenance: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What the provenance that a model was loaded with says of its tensors now."""
-    known = {k: v for k, v in provenance.items() if k not in ("file_sha256", "format_version")}
-    recorded = known.get("tensors_sha256")
-    if recorded is not None and recorded != ts.content_hash(state):
-        # Trained on, or stored in another dtype: what is known of them holds no longer as it is.
-        known = {"derived_from": known}
-    return known
 
 
 @contextmanager
@@ -175,6 +168,13 @@ def read_provenance(source: str | os.PathLike[str], options: Mapping[str, Any]) 
         return held if isinstance(held, dict) else {}
     except (VecaError, OSError, ValueError, TypeError):
         return {}  # it is a remark; the weights are loaded already
+
+
+def read_beside(source: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files that belong to weights in a folder; none are fetched from the hub."""
+    if not isinstance(source, (str, os.PathLike)) or not os.fspath(source):
+        return {}
+    return store.read_beside(Path(source) / (options.get("subfolder") or ""))
 
 
 def upload(

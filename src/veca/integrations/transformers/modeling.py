@@ -119,7 +119,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         return self.veca.patch_embed
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        self.veca.patch_embed = value
+        self.veca.patch_embed = cast(nn.Conv2d, value)
 
     def _init_weights(self, module: nn.Module) -> None:
         """As `veca.model.initialize`, with functions that leave loaded tensors alone."""
@@ -185,6 +185,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         found = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         model = found[0] if isinstance(found, tuple) else found
         model.provenance = folders.read_provenance(pretrained_model_name_or_path, kwargs)
+        model.veca.beside = folders.read_beside(pretrained_model_name_or_path, kwargs)
         return found
 
     def save_pretrained(
@@ -214,7 +215,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             if is_main_process:
                 self.config.dtype = str(self.dtype).removeprefix("torch.")
                 self.config.architectures = [type(self).__name__.removeprefix("FSDP")]
-                folders.write_plain(target, plain, self.config, self.provenance)
+                folders.write_plain(target, plain, self.config, self.provenance, self.veca.beside)
         else:
             with folders.replacing(target) if is_main_process else nullcontext():
                 super().save_pretrained(
@@ -267,7 +268,7 @@ class VecaModel(VecaPreTrainedModel):
         with torch.device("meta"):  # weights that are about to be replaced
             new = cls(VecaConfig.from_veca(model.config))
         new.veca = _known_to_transformers(model)
-        new.provenance = dict(provenance or {})
+        new.provenance = dict(model.provenance if provenance is None else provenance)
         return new.train(model.training)
 
     def forward(

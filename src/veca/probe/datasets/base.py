@@ -20,6 +20,7 @@ from PIL import Image
 
 from veca.errors import DatasetError, VecaError, suggest
 from veca.images import read_image
+from veca.images.find import left_out
 from veca.probe.datasets.tree import Tree, file_size, file_state
 
 TASKS = ("classification", "segmentation", "depth")
@@ -146,6 +147,9 @@ class Dataset(ABC):
         self._fingerprint: str | None = None
         self._state: str | None = None
         self._look_over()
+        passed_over = left_out(tree.passed_over, len(self.ids))
+        if passed_over:
+            self._notes.append(passed_over)
 
     @abstractmethod
     def _load(self, tree: Tree) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from veca.errors import DatasetError
-from veca.images import EXTENSIONS
 from veca.probe.datasets.base import Dataset
 from veca.probe.datasets.catalogue import shipped
 from veca.probe.datasets.registry import register
@@ -70,11 +69,9 @@ class ClassificationDataset(Dataset):
         self.image(i)
 
 
-def class_folders(
-    tree: Tree, folder: str, classes: Sequence[str], suffixes: Iterable[str] = EXTENSIONS
-) -> list[tuple[str, int]]:
+def class_folders(tree: Tree, folder: str, classes: Sequence[str]) -> list[tuple[str, int]]:
     """(id, label) of every image under `folder`/CLASS/, where the class folders may be nested."""
-    loose = tree.files(folder, suffixes)
+    loose = tree.images(folder)
     if loose:
         raise tree.error(loose[0], "an image outside the class folders; move it into one")
     index = {name: i for i, name in enumerate(classes)}
@@ -86,7 +83,7 @@ def class_folders(
                 f"no such class among the {len(classes):,} known ({', '.join(classes[:3])}, ...); "
                 f"class folders of every split must be those of the training split",
             )
-        found = tree.files(f"{folder}/{name}", suffixes, recursive=True)
+        found = tree.images(f"{folder}/{name}", recursive=True)
         samples += [(path, index[name]) for path in found]
     return samples
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from veca._util.extras import require
 from veca.errors import DatasetError
-from veca.images import EXTENSIONS
 from veca.probe.datasets.catalogue import shipped
 from veca.probe.datasets.classification import ClassificationDataset, class_folders
 from veca.probe.datasets.registry import register
@@ -68,7 +67,7 @@ def _flat(
     tree: Tree, folder: str, wnids: list[str] | None
 ) -> tuple[list[str], list[tuple[str, int]]]:
     """Validation images in one folder, their labels in one of the lists in circulation."""
-    images = tree.files(folder, EXTENSIONS)
+    images = tree.images(folder)
     if not images:
         raise tree.error(folder, "neither class folders nor images in it")
     source = tree.first(
@@ -263,7 +262,7 @@ class ImageNetV2(ClassificationDataset):
         tree.require(classes)
         samples = []
         for label, name in enumerate(classes):
-            found = tree.files(name, EXTENSIONS)
+            found = tree.images(name)
             if not found:
                 raise tree.error(name, "no image of this class; complete the dataset")
             samples += [(path, label) for path in found]

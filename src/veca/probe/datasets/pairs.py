@@ -15,12 +15,12 @@ from PIL import Image
 
 from veca._util.files import check_regular, open_file
 from veca.errors import DatasetError, suggest
-from veca.images import EXTENSIONS, MAX_PIXELS, read_image
+from veca.images import pixel_limit, read_image
+from veca.images.formats import HEADER, formats_for
 from veca.images.read import check_chunks
 from veca.probe.datasets.base import Dataset, DatasetInfo
 from veca.probe.datasets.tree import Tree, file_size
 
-_IMAGE_FORMATS = ("JPEG", "PNG", "GIF", "BMP", "PPM", "WEBP", "TIFF")
 _LABEL_FORMATS = ("PNG", "TIFF", "BMP")  # formats that keep every value as it is
 _ORIENTATION = 0x0112
 # What turns an upright image back to how it is stored, by EXIF orientation.
@@ -97,7 +97,8 @@ class DenseDataset(Dataset):
 def image_header(path: Path) -> tuple[Size, int]:
     """(height, width) as stored, and the EXIF orientation if it turns the image, else 0."""
     try:
-        with open_file(path) as file, Image.open(file, formats=_IMAGE_FORMATS) as image:
+        with open_file(path) as file:
+            image = Image.open(file, formats=formats_for(file.read(HEADER)))
             size = (image.height, image.width)
             try:
                 orientation = image.getexif().get(_ORIENTATION, 1)
@@ -137,10 +138,10 @@ def read_values(path: Path) -> tuple[np.ndarray[Any, Any], int]:
         with open_file(path) as file, Image.open(file, formats=_LABEL_FORMATS) as image:
             if image.format == "PNG":
                 check_chunks(file)
-            if image.width * image.height > MAX_PIXELS:
+            if image.width * image.height > pixel_limit():
                 raise DatasetError(
-                    f"{path}: {image.height} x {image.width} pixels, more than {MAX_PIXELS:,}; "
-                    f"scale it down"
+                    f"{path}: {image.height} x {image.width} pixels, more than {pixel_limit():,}; "
+                    f"scale it down, or raise the limit (--max-pixels) if you trust it"
                 )
             mode, kind = image.mode, image.format
             values = np.asarray(image)
@@ -193,7 +194,7 @@ def pair_up(
     label_suffixes: Sequence[str] = (".png",),
     image_end: str = "",
     label_end: str = "",
-    image_suffixes: Iterable[str] = EXTENSIONS,
+    image_suffixes: Sequence[str] | None = None,
     passed_over: Sequence[str] = (),
 ) -> list[Pair]:
     """Pair the files of two folders (and their subfolders) by name; each needs its partner.
@@ -202,9 +203,9 @@ def pair_up(
     files whose name ends like one of `passed_over` are derived from others and left alone.
     """
 
-    def named(folder: str, suffixes: Iterable[str], end: str) -> dict[str, str]:
+    def named(paths: Iterable[str], folder: str, end: str) -> dict[str, str]:
         found: dict[str, str] = {}
-        for path in tree.files(folder, suffixes, recursive=True):
+        for path in paths:
             stem = str(PurePosixPath(path).with_suffix("").relative_to(folder))
             if not stem.endswith(end) or stem.endswith(tuple(passed_over)):
                 continue
@@ -215,8 +216,12 @@ def pair_up(
         return found
 
     tree.require([images, labels])
-    first = named(images, image_suffixes, image_end)
-    second = named(labels, label_suffixes, label_end)
+    if image_suffixes is None:
+        pictures = tree.images(images, recursive=True)
+    else:
+        pictures = tree.files(images, image_suffixes, recursive=True)
+    first = named(pictures, images, image_end)
+    second = named(tree.files(labels, label_suffixes, recursive=True), labels, label_end)
     absent = [f"{labels}/{name}{label_end}{label_suffixes[0]}" for name in first.keys() - second]
     absent += [f"{images}/{name}{image_end}.*" for name in second.keys() - first]
     if absent:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from veca._util.files import check_regular
 from veca.errors import DatasetError
+from veca.images import check_name, extensions
 
 if TYPE_CHECKING:
     from veca.probe.datasets.base import DatasetInfo
@@ -26,7 +28,10 @@ class Tree:
         self.root = root
         self.info = info
         self.contents: dict[str, str] = {}
+        self.passed_over: Counter[str] = Counter()
+        """Files beside the images of folders that were listed by `images`, by suffix."""
         self._names: dict[str, frozenset[str]] = {}
+        check_name(root, DatasetError)
         if not root.is_dir():
             fault = "is a file" if root.exists() else "no such folder"
             raise DatasetError(
@@ -149,6 +154,14 @@ class Tree:
         except OSError as error:
             raise cannot_list(error) from error
         return sorted(found)
+
+    def images(self, name: str, *, recursive: bool = False) -> list[str]:
+        """Visible images, relative to the root, sorted; other files are counted."""
+        every = self.files(name, ("",), recursive=recursive)
+        suffixes = [os.path.splitext(file)[1].lower() for file in every]  # noqa: PTH122
+        known = extensions()
+        self.passed_over.update(suffix for suffix in suffixes if suffix not in known)
+        return [file for file, suffix in zip(every, suffixes, strict=True) if suffix in known]
 
     def files(self, name: str, suffixes: Iterable[str], *, recursive: bool = False) -> list[str]:
         """Visible files with one of these (lower-case) suffixes, relative to the root, sorted."""

@@ -1,0 +1,51 @@
+"""A headless Chromium for tests marked `browser`.
+
+They are skipped where playwright or a Chromium cannot be had; the reason says which. A Chromium
+elsewhere than on the PATH is named by VECA_CHROMIUM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+CHROMIUM = os.environ.get("VECA_CHROMIUM") or next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
+ARGUMENTS = [
+    "--no-sandbox",  # containers run as root
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--no-first-run",
+]
+
+
+def needed(**libraries: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test in a browser; `libraries` it needs besides, with the extra of each."""
+    missing = [
+        f"{name} is not installed (extra {extra})"
+        for name, extra in {**libraries, "playwright": "browser"}.items()
+        if importlib.util.find_spec(name) is None
+    ]
+    if not CHROMIUM:
+        missing.append("no Chromium on the PATH (apt-get install chromium)")
+    skip = pytest.mark.skipif(bool(missing), reason="; ".join(missing))
+    return [pytest.mark.browser, skip]
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
