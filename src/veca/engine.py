@@ -116,9 +116,7 @@ class InferenceEngine(FeatureModel):
         grid = check_images(blank, c.in_channels, c.patch_size)
         return self._shape(batch, grid, budget, check_keep(keep))
 
-    def _shape(
-        self, batch: int, grid: tuple[int, int], budget: int, keep: float
-    ) -> PreparedShape:
+    def _shape(self, batch: int, grid: tuple[int, int], budget: int, keep: float) -> PreparedShape:
         key = (batch, grid, budget, keep)
         prepared = self._prepared.pop(key, None)
         if prepared is None:

@@ -74,6 +74,7 @@ def merge(
 
     Args:
         tokens: [B, T, D], the patches' part of the residual stream.
+        target: one that the windows can reach; `merge_plan` sees to that.
     """
     batch, count, _ = tokens.shape
     device = tokens.device
