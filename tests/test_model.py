@@ -444,8 +444,11 @@ def test_bad_images_are_named(case, build):
         build().eval()(images)
 
 
-def test_enormous_but_finite_pixels_pass_the_check(tiny):
-    assert tiny(torch.full((1, 3, 32, 32), 3e38)).patches.shape == (1, 4, 32)
+@pytest.mark.parametrize("value", [1.01e6, 3e38, float("inf"), float("nan")])
+def test_pixels_beyond_all_reason_are_refused(tiny, value):
+    assert tiny(torch.full((1, 3, 32, 32), 1e6)).patches.isfinite().all()
+    with pytest.raises(InputError, match=r"images \[0\] of the batch have pixels"):
+        tiny(torch.full((1, 3, 32, 32), value))
 
 
 @pytest.mark.parametrize("cores", [0, 9, 65, -1, 2.5, True, "8"])

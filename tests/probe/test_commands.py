@@ -68,7 +68,7 @@ def test_from_a_folder_to_tables_and_a_page(run, pets, weights, tmp_path, capsys
     assert str(tmp_path) not in (out / "results.json").read_text()
     assert str(tmp_path) not in (out / "results.md").read_text()
     run("report", tmp_path / "runs")
-    assert "1 runs, 1 comparisons" in capsys.readouterr().out.replace("\n", " ")
+    assert "1 run, 1 comparison" in capsys.readouterr().out.replace("\n", " ")
     assert (tmp_path / "runs" / "report.html").exists()
 
 

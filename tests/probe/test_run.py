@@ -413,7 +413,7 @@ class TestRecord:
         ("content", "noun"),
         [
             ("{", "JSON"),
-            ("[]", "no result"),
+            ("[]", "got list"),
             ('{"format": "veca-probe", "format_version": 99}', "version 99"),
             ('{"format": "veca-probe", "format_version": 1}', "'task'"),
         ],

@@ -50,7 +50,7 @@ _HEADERS = [
 ]
 
 
-class Refused(Exception):
+class _Refused(Exception):
     """A request that is answered here."""
 
     def __init__(self, status: int, reason: str) -> None:
@@ -85,7 +85,7 @@ class Guard:
         try:
             self._check_names(scope)
             await self._route(scope, receive, send)
-        except Refused as refused:
+        except _Refused as refused:
             await _answer(send, refused.status, {"error": str(refused)})
         except _Gone:
             pass
@@ -97,21 +97,21 @@ class Guard:
         names = [*hosts, *(name.strip() for name in forwarded.split(",") if forwarded)]
         for host in names:
             if not self.names.accept(host):
-                raise Refused(
+                raise _Refused(
                     403,
                     f"This page does not answer to the name {host[:100]!r}. Who runs it can allow "
                     "it: veca demo --allow-host NAME.",
                 )
         if len(hosts) != 1:
-            raise Refused(400, "Expected one Host.")
+            raise _Refused(400, "Expected one Host.")
         for origin in _values(scope, b"origin"):
             if not any(same_origin(origin, host) for host in names):
-                raise Refused(403, "Requests from other pages are refused.")
+                raise _Refused(403, "Requests from other pages are refused.")
         # Browsers say where a request comes from even when it has no Origin, as that of an <img>.
         site, mode = _values(scope, b"sec-fetch-site"), _values(scope, b"sec-fetch-mode")
         visit = scope["method"] == "GET" and scope["path"] == "/" and mode == ["navigate"]
         if not visit and not {"same-origin", "none"}.issuperset(site):
-            raise Refused(403, "Requests from other pages are refused.")
+            raise _Refused(403, "Requests from other pages are refused.")
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
@@ -125,12 +125,12 @@ class Guard:
         elif method == "POST" and _RUN.fullmatch(path):
             await self._event(scope, receive, send)
         else:
-            raise Refused(404, "Not found.")
+            raise _Refused(404, "Not found.")
 
     def _check_file(self, name: str) -> None:
         """Only what the page wrote itself: gradio would also fetch an address that is named."""
         if "\0" in name or not Path(os.path.realpath(name)).is_relative_to(self.folder):
-            raise Refused(403, "This is no file of this page.")
+            raise _Refused(403, "This is no file of this page.")
 
     async def _upload(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Keep a file until the event that names it; the answer is its path, as gradio's would."""
@@ -146,10 +146,10 @@ class Guard:
             async with request.form(max_files=1, max_fields=0) as form:
                 file = form.get("files")
                 if not getattr(file, "filename", ""):
-                    raise Refused(400, "Expected one file.")
+                    raise _Refused(400, "Expected one file.")
                 await asyncio.to_thread(self.uploads.write, path, file.filename, file.file)
         except faults as error:
-            raise Refused(400, "Expected one file in a form.") from error
+            raise _Refused(400, "Expected one file in a form.") from error
 
     async def _event(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the page's event through when its turn comes."""
@@ -197,7 +197,7 @@ class Guard:
                 "event_data": None if index is None else {"index": index, "value": None},
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Refused(400, "Expected an event of the page.") from error
+            raise _Refused(400, "Expected an event of the page.") from error
         return json.dumps(checked).encode()
 
     def _without_foreign_files(self, value: Any) -> Any:
@@ -207,7 +207,7 @@ class Guard:
         if not isinstance(value, dict):
             return value
         if value.get("path") not in self.uploads:
-            raise Refused(403, "This file was not uploaded here.")
+            raise _Refused(403, "This file was not uploaded here.")
         return {"path": value["path"], "meta": {"_type": "gradio.FileData"}}
 
 
@@ -232,7 +232,7 @@ async def _in_time(work: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.wait_for(work, BODY_SECONDS)
     except asyncio.TimeoutError as error:
-        raise Refused(408, "This took too long to arrive.") from error
+        raise _Refused(408, "This took too long to arrive.") from error
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ def _refusals(status: int) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        raise Refused(status, str(error)) from error
+        raise _Refused(status, str(error)) from error
 
 
 def _limited(receive: Receive, most: int) -> Receive:
@@ -254,7 +254,7 @@ def _limited(receive: Receive, most: int) -> Receive:
             raise _Gone
         left -= len(message.get("body", b""))
         if left < 0:
-            raise Refused(413, "This is more than was announced.")
+            raise _Refused(413, "This is more than was announced.")
         return message
 
     return limited
@@ -264,9 +264,9 @@ def _length(scope: Scope, most: int) -> int:
     """The announced length of a body."""
     announced = _values(scope, b"content-length")
     if len(announced) != 1 or not announced[0].isdecimal():
-        raise Refused(411, "Expected a Content-Length.")
+        raise _Refused(411, "Expected a Content-Length.")
     if len(announced[0]) > 12 or int(announced[0]) > most:
-        raise Refused(413, f"This is more than the {most:,} bytes that are taken.")
+        raise _Refused(413, f"This is more than the {most:,} bytes that are taken.")
     return int(announced[0])
 
 
