@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from veca._util.tracing import has_values
 from veca.errors import InputError, whole
+from veca.merging import LEAST_KEEP
 
 LARGEST_PIXEL = 1e6
 """Beyond it a float32 network overflows somewhere and gives NaN; pixels in 0..255 pass."""
@@ -36,6 +38,19 @@ def check_budget(cores: int | None, num_cores: int) -> int:
             f"got {cores!r}."
         )
     return budget
+
+
+def check_keep(keep: float | None) -> float:
+    """The share of patch tokens that go on: `keep`, or all of them when it is None."""
+    if keep is None:
+        return 1.0
+    number = isinstance(keep, (int, float, np.floating, np.integer)) and not isinstance(keep, bool)
+    if not number or not LEAST_KEEP <= keep <= 1:  # NaN is neither
+        raise InputError(
+            f"keep must be a number from {LEAST_KEEP} to 1, the share of patch tokens that go on, "
+            f"got {keep!r}."
+        )
+    return float(keep)
 
 
 def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:

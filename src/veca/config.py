@@ -62,6 +62,10 @@ class VecaConfig:
     core_move_init: float = 0.01
     """Initial value of each layer's step size for the moving cores."""
 
+    merge_before: tuple[int, ...] | None = None
+    """With `keep` below 1, the blocks before which windows of patches merge, 1..L, ascending.
+    None: `MERGE_BEFORE`, as shares of the depth."""
+
     image_mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     image_std: tuple[float, float, float] = (0.229, 0.224, 0.225)
     """With `image_mean`, what pixels in 0..1 are normalised by, as the weights expect it."""
@@ -97,6 +101,13 @@ class VecaConfig:
         for name in ("rope_jitter", "rope_rescale"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name), at_least=1.0)
+        if self.merge_before is not None:
+            blocks = _whole_numbers("merge_before", self.merge_before)
+            object.__setattr__(self, "merge_before", blocks)
+            if list(blocks) != sorted(set(blocks)) or not blocks or blocks[-1] > self.depth:
+                raise ConfigError(
+                    f"merge_before must be ascending blocks from 1 to {self.depth}, got {blocks}."
+                )
         for name in ("image_mean", "image_std"):
             object.__setattr__(self, name, _three_numbers(name, getattr(self, name)))
         if min(self.image_std) <= 0:
@@ -117,13 +128,27 @@ class VecaConfig:
         """Width of the features that come out of the model."""
         return self.width if self.output_width is None else self.output_width
 
+    @property
+    def merge_blocks(self) -> tuple[int, ...]:
+        """The blocks before which windows of patches merge when `keep` is below 1."""
+        if self.merge_before is not None:
+            return self.merge_before
+        # Steps fall together in a network with fewer blocks than steps.
+        places = (min(round(share * self.depth) + 1, self.depth) for share in MERGE_BEFORE)
+        return tuple(sorted(set(places)))
+
     def replace(self, **changes: Any) -> VecaConfig:
         """A copy with some fields changed; unknown fields are refused."""
         return VecaConfig.from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, in the order of the fields."""
+        """Plain JSON types, in the order of the fields.
+
+        What 0.1 does not know is left out where it has its default, so that 0.1 reads the rest.
+        """
         fields = dataclasses.asdict(self)
+        if self.merge_before is None:
+            del fields["merge_before"]
         return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
     @classmethod
@@ -178,6 +203,14 @@ def _finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _whole_numbers(name: str, value: object) -> tuple[int, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list of whole numbers, got {value!r}.")
+    for number in (numbers := tuple(value)):
+        _require_positive_int(name, number)
+    return numbers
+
+
 def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     wrong = isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable)
     numbers = [] if wrong else [_finite(x) for x in itertools.islice(value, 4)]  # type: ignore[call-overload]
@@ -186,6 +219,9 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
         raise ConfigError(f"{name} must be three finite numbers (R, G, B), got {shown(value)}.")
     return red, green, blue
 
+
+MERGE_BEFORE = (2 / 12, 5 / 12, 8 / 12)
+"""Shares of the depth that have run when windows of patches merge: before 3, 6 and 9 of 12 blocks."""
 
 EXTRA_TOKENS = 5
 """Of a dense ViT, beside its patches: CLS and four registers."""

@@ -22,12 +22,16 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca import rope
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
-from veca.checks import check_budget, check_finite, check_images, check_model
+from veca.checks import check_budget, check_finite, check_images, check_keep, check_model
 from veca.errors import InputError, at_least
 from veca.feature_model import FeatureModel
+from veca.merging import Periphery, merge, merge_plan
 from veca.model import Block, CoreMove, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
+
+_Key = tuple[int, tuple[int, int], int, float]
+"""Of a prepared shape: batch, grid, budget, keep."""
 
 
 class BlockWeights(NamedTuple):
@@ -46,7 +50,7 @@ class BlockWeights(NamedTuple):
 class InferenceEngine(FeatureModel):
     """Runs a model's weights fast. Made by `compile_for_inference`; call it like the model.
 
-    The first call at a new (batch, height, width, budget) prepares it, which takes seconds on
+    The first call at a new (batch, height, width, budget, keep) prepares it, which takes seconds on
     CUDA; the last `cache` of them stay prepared. Not thread-safe: CUDA graphs own their buffers.
     """
 
@@ -68,48 +72,56 @@ class InferenceEngine(FeatureModel):
         self.check_pixels = check_pixels
         self._graphs = graphs
         self._cache = cache
-        self._prepared: OrderedDict[tuple[int, int, int, int], PreparedShape] = OrderedDict()
+        self._prepared: OrderedDict[_Key, PreparedShape] = OrderedDict()
         self._pack(model)
         self._embed: Callable[..., Tensor] = _embed
         self._block: Callable[..., tuple[Tensor, Tensor, Tensor]] = _block
+        self._merge: Callable[..., tuple[Tensor, Periphery]] = _merge
         self._finish: Callable[..., Tensor] = _finish
         if compile:
             # Blocks, not the model: one compilation serves all layers.
             self._embed = torch.compile(_embed, dynamic=False, fullgraph=True)
             self._block = torch.compile(_block, dynamic=False, fullgraph=True)
+            self._merge = torch.compile(_merge, dynamic=False, fullgraph=True)
             self._finish = torch.compile(_finish, dynamic=False, fullgraph=True)
 
     @torch.inference_mode()
-    def __call__(self, images: Tensor, cores: int | None = None) -> VecaOutput:
-        """Features of `images` [B, 3, H, W] (float, normalised) at the budget `cores`."""
+    def __call__(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> VecaOutput:
+        """Features of `images` [B, 3, H, W] (float, normalised), as `Veca.forward`."""
         c = self.config
         budget = check_budget(cores, c.num_cores)
         grid = check_images(images, c.in_channels, c.patch_size)
         if self.check_pixels:
             check_finite(images)
-        prepared = self._shape(images.shape[0], grid, budget)
+        prepared = self._shape(images.shape[0], grid, budget, check_keep(keep))
         tokens, raw = prepared.run(images)
         return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
 
     @torch.inference_mode()
     def prepare(
-        self, batch: int, size: int | tuple[int, int], cores: int | None = None
+        self,
+        batch: int,
+        size: int | tuple[int, int],
+        cores: int | None = None,
+        keep: float | None = None,
     ) -> PreparedShape:
-        """Compile and capture for one batch size, image size in pixels and budget."""
+        """Compile and capture for one batch size, image size in pixels, budget and keep."""
         c = self.config
         budget = check_budget(cores, c.num_cores)
         height, width = (size, size) if isinstance(size, int) else size
         blank = torch.empty(batch, c.in_channels, height, width, device="meta")
         grid = check_images(blank, c.in_channels, c.patch_size)
-        return self._shape(batch, grid, budget)
+        return self._shape(batch, grid, budget, check_keep(keep))
 
-    def _shape(self, batch: int, grid: tuple[int, int], budget: int) -> PreparedShape:
-        key = (batch, *grid, budget)
+    def _shape(self, batch: int, grid: tuple[int, int], budget: int, keep: float) -> PreparedShape:
+        key = (batch, grid, budget, keep)
         prepared = self._prepared.pop(key, None)
         if prepared is None:
             while len(self._prepared) >= self._cache:
                 self._prepared.popitem(last=False)
-            prepared = PreparedShape(self, batch, grid, budget)
+            prepared = PreparedShape(self, batch, grid, budget, keep)
         self._prepared[key] = prepared
         return prepared
 
@@ -137,9 +149,15 @@ class InferenceEngine(FeatureModel):
         ]
 
     def forward(
-        self, images: Tensor, budget: int, patch_rotation: Rotation
+        self,
+        images: Tensor,
+        budget: int,
+        grid: tuple[int, int],
+        periphery: Periphery,
+        patch_rotation: Rotation,
+        merges: dict[int, tuple[int, int]],
     ) -> tuple[Tensor, Tensor]:
-        """The whole pass, eagerly: all tokens [B, T, D'] and the raw coordinates [B, C, 2]."""
+        """The whole pass, eagerly: cores and patches [B, C + N, D'], raw coordinates [B, C, 2]."""
         c = self.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, self.device)
         x = self._embed(
@@ -147,26 +165,46 @@ class InferenceEngine(FeatureModel):
         )
         raw = self.coordinates[:budget].expand(x.shape[0], -1, -1).contiguous()
         delta = torch.zeros_like(x)
-        for weights in self.blocks:
+        for number, weights in enumerate(self.blocks, start=1):
+            if number in merges:
+                x, periphery = self._merge(x, delta, budget, periphery, grid, *merges[number])
+                patch_rotation = _tables(periphery.xy, periods, self.dtype)
+                delta = torch.zeros_like(x)
             x, delta, raw = self._block(
-                x, delta, raw, patch_rotation, periods, weights, budget, c.heads, c.norm_eps
+                x,
+                delta,
+                raw,
+                patch_rotation,
+                periods,
+                weights,
+                budget,
+                c.heads,
+                c.norm_eps,
+                periphery.multiplicity,
             )
-        return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
+        x = self._finish(x, delta, self.norm, self.project, c.norm_eps)
+        if not merges:
+            return x, raw
+        return torch.cat([x[:, :budget], periphery.spread(x[:, budget:])], dim=1), raw
 
 
 class PreparedShape:
-    """Everything prepared for one (batch, grid, budget)."""
+    """Everything prepared for one (batch, grid, budget, keep)."""
 
     def __init__(
-        self, engine: InferenceEngine, batch: int, grid: tuple[int, int], budget: int
+        self,
+        engine: InferenceEngine,
+        batch: int,
+        grid: tuple[int, int],
+        budget: int,
+        keep: float,
     ) -> None:
-        self.engine, self.budget = engine, budget
+        self.engine, self.budget, self.grid = engine, budget, grid
         c = engine.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, engine.device)
-        xy = rope.grid_coordinates(*grid, engine.device)
-        # In the engine's dtype: the kernels read half as much, and round q and k to it anyway.
-        tables = rope.rotation(xy.unsqueeze(0), periods)
-        self.rotation = Rotation(*(table.to(engine.dtype) for table in tables))
+        self.periphery = Periphery(rope.grid_coordinates(*grid, engine.device).unsqueeze(0))
+        self.rotation = _tables(self.periphery.xy, periods, engine.dtype)
+        self.merges = merge_plan(c.merge_blocks, keep, grid)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.images: Tensor
         """With a graph: the input it reads."""
@@ -178,8 +216,7 @@ class PreparedShape:
 
     def run(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if self.graph is None:
-            images = images.to(self.engine.device, self.engine.dtype)
-            return self.engine.forward(images, self.budget, self.rotation)
+            return self._forward(images.to(self.engine.device, self.engine.dtype))
         self.images.copy_(images)
         self.replay()
         # The graph writes into the same memory next time; what we return is the caller's.
@@ -195,10 +232,15 @@ class PreparedShape:
         self.images = torch.zeros(shape, device=engine.device, dtype=engine.dtype)
         with side_stream(engine.device):
             for _ in range(2):
-                engine.forward(self.images, self.budget, self.rotation)
+                self._forward(self.images)
         self.graph = torch.cuda.CUDAGraph()
         with recording(self.graph):
-            self.output = engine.forward(self.images, self.budget, self.rotation)
+            self.output = self._forward(self.images)
+
+    def _forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.engine.forward(
+            images, self.budget, self.grid, self.periphery, self.rotation, self.merges
+        )
 
 
 def compile_for_inference(
@@ -207,6 +249,7 @@ def compile_for_inference(
     size: int | tuple[int, int] | None = None,
     cores: int | Sequence[int] | None = None,
     batch: int = 1,
+    keep: float | None = None,
     dtype: torch.dtype | None = None,
     compile: bool | None = None,
     graphs: bool | None = None,
@@ -216,12 +259,12 @@ def compile_for_inference(
     """A fast runner of `model`'s weights, which it copies; call the result like the model.
 
     Args:
-        size, cores, batch: prepare these now (pixels, one or several budgets, images a batch);
-            without `size`, each shape is prepared at its first use. The budget of a call is its
-            own `cores` all the same, by default the whole bank.
+        size, cores, batch, keep: prepare these now (pixels, one or several budgets, images a
+            batch, share of patch tokens); without `size`, each shape is prepared at its first
+            use. A call has its own `cores` and `keep` all the same, by default all.
         dtype: of the weights and activations; default bfloat16 on CUDA, the model's elsewhere.
         compile, graphs: torch.compile the blocks, replay CUDA graphs; default yes on CUDA.
-        cache: how many (batch, size, budget) stay prepared.
+        cache: how many (batch, size, budget, keep) stay prepared.
         check_pixels: look for NaN pixels on every call; on CUDA that waits for the GPU.
     """
     check_model(model, "compile_for_inference")
@@ -241,7 +284,7 @@ def compile_for_inference(
     )
     if size is not None:
         for budget in cores if isinstance(cores, Sequence) else [cores]:
-            engine.prepare(batch, size, budget)
+            engine.prepare(batch, size, budget, keep)
     return engine
 
 
@@ -310,6 +353,7 @@ def _block(
     budget: int,
     heads: int,
     eps: float,
+    multiplicity: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One layer; `delta` is what the layer before still has to add to `x`."""
     x = x + delta
@@ -324,12 +368,37 @@ def _block(
     qkv = F.linear(y, *w.qkv).unflatten(-1, (3, heads, -1))
     q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
     mixed = core_attention(
-        q, k, v, budget, core_rotation=core_rotation, patch_rotation=patch_rotation
+        q,
+        k,
+        v,
+        budget,
+        core_rotation=core_rotation,
+        patch_rotation=patch_rotation,
+        multiplicity=multiplicity,
     )
     x = x + F.linear(mixed.transpose(1, 2).flatten(2), *w.out)
     y = F.layer_norm(x, (width,), *w.norm_ffn, eps)
     gate, value = F.linear(y, *w.up).chunk(2, dim=-1)
     return x, F.linear(F.silu(gate) * value, *w.down), raw
+
+
+def _merge(
+    x: Tensor,
+    delta: Tensor,
+    budget: int,
+    periphery: Periphery,
+    grid: tuple[int, int],
+    side: int,
+    target: int,
+) -> tuple[Tensor, Periphery]:
+    x = x + delta
+    patches, periphery = merge(x[:, budget:], periphery, grid, side, target)
+    return torch.cat([x[:, :budget], patches], dim=1), periphery
+
+
+def _tables(xy: Tensor, periods: Tensor, dtype: torch.dtype) -> Rotation:
+    # In the engine's dtype: the kernels read half as much, and round q and k to it anyway.
+    return Rotation(*(table.to(dtype) for table in rope.rotation(xy, periods)))
 
 
 def _finish(

@@ -23,10 +23,18 @@ from torch.utils.checkpoint import checkpoint
 
 from veca import rope
 from veca.attention import BACKENDS, core_attention
-from veca.checks import check_blocks, check_budget, check_finite, check_images, check_layers
+from veca.checks import (
+    check_blocks,
+    check_budget,
+    check_finite,
+    check_images,
+    check_keep,
+    check_layers,
+)
 from veca.config import VecaConfig, preset
 from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
+from veca.merging import Periphery, merge, merge_plan
 from veca.outputs import LayerTokens, as_dino, one_line, part
 from veca.rope import Rotation
 
@@ -127,6 +135,7 @@ class CoreAttention(nn.Module):
         core_rotation: Rotation,
         patch_rotation: Rotation | None,
         backend: str = "auto",
+        multiplicity: Tensor | None = None,
     ) -> Tensor:
         q, k, v = (self.split_heads(project(x)) for project in (self.q, self.k, self.v))
         mixed = core_attention(
@@ -136,6 +145,7 @@ class CoreAttention(nn.Module):
             num_cores,
             core_rotation=core_rotation,
             patch_rotation=patch_rotation,
+            multiplicity=multiplicity,
             backend=backend,
         )
         out = self.out(mixed.transpose(1, 2).flatten(2))
@@ -148,8 +158,9 @@ class CoreAttention(nn.Module):
         core_rotation: Rotation,
         patch_rotation: Rotation,
         kind: str,
+        multiplicity: Tensor | None = None,
     ) -> Tensor:
-        """How much each core takes from each patch, float32.
+        """How much each core takes from each patch token, float32.
 
         "softmax": the attention weights themselves, [B, H, C, N]; a row sums to at most 1, the
         rest going to the cores. "norm": [B, C, N], the length of what patch j adds to core i
@@ -166,6 +177,9 @@ class CoreAttention(nn.Module):
         )
         queries = rope.rotate(q[:, :, :num_cores], core_rotation)
         scores = queries @ keys.transpose(-2, -1) * queries.shape[-1] ** -0.5
+        if multiplicity is not None:
+            seen = F.pad(multiplicity.float().log(), (num_cores, 0))  # cores count once
+            scores = scores + seen[:, None, None]
         weights = scores.softmax(dim=-1)[..., num_cores:]
         if kind == "softmax":
             return weights
@@ -222,8 +236,11 @@ class Block(nn.Module):
         core_rotation: Rotation,
         patch_rotation: Rotation | None,
         backend: str = "auto",
+        multiplicity: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), num_cores, core_rotation, patch_rotation, backend)
+        x = x + self.attn(
+            self.norm_attn(x), num_cores, core_rotation, patch_rotation, backend, multiplicity
+        )
         return x + self.ffn(self.norm_ffn(x))
 
 
@@ -233,15 +250,29 @@ class LayerState(NamedTuple):
     number: int
     """1 after the first block; 0 for what goes into it."""
     tokens: Tensor
-    """[B, C + N, D] the residual stream, cores first."""
+    """[B, C + T, D] the residual stream, cores first; T is N until patches merge."""
     core_xy: Tensor
     """[B or 1, C, 2] where the cores stood in this block."""
     core_rotation: Rotation
     """That of `core_xy`."""
     patch_rotation: Rotation
-    """That of the patches, the same in every block."""
+    """That of the patch tokens."""
     grid: tuple[int, int]
     """(h, w): patches down and across."""
+    periphery: Periphery
+    """Which token stands for which patches."""
+    merging: bool = False
+    """Windows have just merged: the state between two blocks, with the number of the first."""
+
+    def on_grid(self, values: Tensor) -> Tensor:
+        """What belongs to patch tokens [..., T], shared out among their patches: [..., h, w]."""
+        if self.periphery.token_of is not None:
+            assert self.periphery.multiplicity is not None
+            shape = (values.shape[0], *[1] * (values.ndim - 2), -1)
+            shared = values / self.periphery.multiplicity.clamp_min(1).view(shape)
+            index = self.periphery.token_of.view(shape).expand(*values.shape[:-1], -1)
+            values = shared.gather(-1, index)
+        return values.unflatten(-1, self.grid)
 
 
 class Veca(FeatureModel, nn.Module):
@@ -300,19 +331,29 @@ class Veca(FeatureModel, nn.Module):
         chosen = self.gradient_checkpointing and getattr(block, "gradient_checkpointing", True)
         return chosen and self.training and torch.is_grad_enabled()
 
-    def forward(self, images: Tensor, cores: int | None = None) -> VecaOutput:
+    def forward(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> VecaOutput:
         """Features of `images` [B, 3, H, W] (float, normalised) at the budget `cores`.
 
-        H and W are multiples of the patch size (`veca.preprocess` sees to that); `cores` is
-        1..M, by default all M.
+        H and W are multiples of the patch size (`veca.preprocess` sees to that).
+
+        Args:
+            cores: the budget, 1..M, by default all M.
+            keep: the share of patch tokens that go on after merging, 0.2..1, by default all: the
+                network as published. The features cover the whole grid all the same.
         """
-        for layer in self.walk(images, cores):
+        for layer in self.walk(images, cores, keep=keep):
             last = layer
         return self.output(last)
 
-    def tokens(self, images: Tensor, cores: int | None = None) -> VecaOutput:
+    def tokens(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> VecaOutput:
         """The same before the output projection: after the last norm, as wide as the network."""
-        raw = self.forward_intermediates(images, cores, (self.config.depth,), norm=False)[0]
+        raw = self.forward_intermediates(
+            images, cores, (self.config.depth,), norm=False, keep=keep
+        )[0]
         return raw._replace(cores=self.norm(raw.cores), patches=self.norm(raw.patches))
 
     def forward_intermediates(
@@ -322,6 +363,7 @@ class Veca(FeatureModel, nn.Module):
         layers: Sequence[int] | None = None,
         *,
         norm: bool = True,
+        keep: float | None = None,
     ) -> list[VecaOutput]:
         """The same outputs after each of `layers` (1..L, default all), in one run.
 
@@ -331,8 +373,8 @@ class Veca(FeatureModel, nn.Module):
         wanted = check_layers(layers, self.config.depth)
         outputs = {
             layer.number: self.output(layer, norm)
-            for layer in self.walk(images, cores, last=max(wanted))
-            if layer.number in wanted
+            for layer in self.walk(images, cores, last=max(wanted), keep=keep)
+            if layer.number in wanted and not layer.merging
         }
         return [outputs[number] for number in wanted]
 
@@ -389,6 +431,7 @@ class Veca(FeatureModel, nn.Module):
         *,
         kind: str = "softmax",
         per_head: bool = False,
+        keep: float | None = None,
     ) -> Tensor:
         """Where each core looks, layer by layer: [B, layers, C, h, w], float32.
 
@@ -397,6 +440,7 @@ class Veca(FeatureModel, nn.Module):
             kind: "softmax", attention weights averaged over heads; or "norm", the norm-based
                 kind the paper draws, which sums to 1 over the patches.
             per_head: softmax weights of every head apart, [B, layers, H, C, h, w].
+            keep: as in `forward`; what a core takes from a token is shared out among its patches.
         """
         check_choice("kind of attention map", kind, ATTENTION_KINDS)
         if per_head and kind == "norm":
@@ -406,19 +450,21 @@ class Veca(FeatureModel, nn.Module):
             )
         wanted = check_layers(layers, self.config.depth)
         maps = {}
-        for before, layer in pairwise(self.walk(images, cores, last=max(wanted))):
-            if layer.number in wanted:
+        walk = self.walk(images, cores, last=max(wanted), keep=keep)
+        for before, layer in pairwise(walk):
+            if layer.number in wanted and not layer.merging:
                 weights = self.core_to_patch(before, layer, kind)
                 if kind == "softmax" and not per_head:
                     weights = weights.mean(dim=1)
-                maps[layer.number] = weights.unflatten(-1, layer.grid)
+                maps[layer.number] = layer.on_grid(weights)
         return torch.stack([maps[number] for number in wanted], dim=1)
 
     def core_to_patch(self, before: LayerState, layer: LayerState, kind: str = "softmax") -> Tensor:
-        """How much each core takes from each patch in one block, as `CoreAttention.core_to_patch`.
+        """How much each core takes from each patch token, as `CoreAttention.core_to_patch`.
 
         Args:
-            before, layer: two states that `walk` yields one after the other.
+            before, layer: two states that `walk` yields one after the other, the second of them
+                after a block; its `on_grid` brings the result to the patches.
         """
         block = cast(Block, self.blocks[layer.number - 1])
         return block.attn.core_to_patch(
@@ -427,10 +473,16 @@ class Veca(FeatureModel, nn.Module):
             layer.core_rotation,
             layer.patch_rotation,
             kind,
+            layer.periphery.multiplicity,
         )
 
     def walk(
-        self, images: Tensor, cores: int | None = None, *, last: int | None = None
+        self,
+        images: Tensor,
+        cores: int | None = None,
+        *,
+        last: int | None = None,
+        keep: float | None = None,
     ) -> Iterator[LayerState]:
         """Run the network block by block: the state before the first, then after each.
 
@@ -442,9 +494,12 @@ class Veca(FeatureModel, nn.Module):
 
         Args:
             last: the block to stop after, 1..L, by default the last.
+            keep: as in `forward`. Where windows merge, the state after that is yielded as well,
+                with `merging` set.
         """
         c = self.config
         budget = check_budget(cores, c.num_cores)
+        share = check_keep(keep)
         grid = check_images(images, c.in_channels, c.patch_size)
         end = c.depth if last is None else check_layers([last], c.depth)[0]
         if not self.training:
@@ -463,36 +518,62 @@ class Veca(FeatureModel, nn.Module):
             patch_xy = rope.augment_coordinates(
                 patch_xy, c.rope_shift, c.rope_jitter, c.rope_rescale
             )
-        patch_rotation = rope.rotation(patch_xy.unsqueeze(0), periods)
+        periphery = Periphery(patch_xy.unsqueeze(0))
+        patch_rotation = rope.rotation(periphery.xy, periods)
+        merges = merge_plan(c.merge_blocks, share, grid)
 
         # A copy: without gradients, views of parameters trip up torch's counter of FLOPs.
         raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0).clone()
         core_xy = raw.tanh()
         core_rotation = rope.rotation(core_xy, periods)
-        yield LayerState(0, x, core_xy, core_rotation, patch_rotation, grid)
+        yield LayerState(0, x, core_xy, core_rotation, patch_rotation, grid, periphery)
         for number, block in enumerate(self.blocks[:end], start=1):
+            if number in merges:
+                patches, periphery = merge(x[:, budget:], periphery, grid, *merges[number])
+                x = torch.cat([x[:, :budget], patches], dim=1)
+                patch_rotation = rope.rotation(periphery.xy, periods)
+                yield LayerState(
+                    number - 1,
+                    x,
+                    core_xy,
+                    core_rotation,
+                    patch_rotation,
+                    grid,
+                    periphery,
+                    merging=True,
+                )
             if number > 1:
                 raw = self.moves[number - 2](raw, x[:, :budget])
                 core_xy = raw.tanh()
                 core_rotation = rope.rotation(core_xy, periods)
+            seen = periphery.multiplicity
             if self._recomputes(block):
-                run = partial(_unpacked, block, budget, self.backend)
+                run = partial(_unpacked, block, budget, self.backend, seen)
                 x = self._gradient_checkpointing_func(run, x, *core_rotation, *patch_rotation)
             else:
-                x = block(x, budget, core_rotation, patch_rotation, self.backend)
-            yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid)
+                x = block(x, budget, core_rotation, patch_rotation, self.backend, seen)
+            yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid, periphery)
 
     def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
         """What comes out after a layer: through the final norm and output projection, or raw."""
         x = self.project(self.norm(layer.tokens)) if norm else layer.tokens
         budget = layer.core_xy.shape[1]
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
+        patches = layer.periphery.spread(x[:, budget:])
+        return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
 
 
-def _unpacked(block: nn.Module, budget: int, backend: str, x: Tensor, *tables: Tensor) -> Tensor:
+def _unpacked(
+    block: nn.Module,
+    budget: int,
+    backend: str,
+    multiplicity: Tensor | None,
+    x: Tensor,
+    *tables: Tensor,
+) -> Tensor:
     """A block whose tensors are arguments of their own, which checkpoints can see."""
-    return cast(Tensor, block(x, budget, Rotation(*tables[:2]), Rotation(*tables[2:]), backend))
+    cores, patches = Rotation(*tables[:2]), Rotation(*tables[2:])
+    return cast(Tensor, block(x, budget, cores, patches, backend, multiplicity))
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:

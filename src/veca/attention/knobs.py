@@ -41,9 +41,9 @@ HOPPER: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
     ),
     ("forward", 2, 64, 2): (Launch(32, stages=2, per_sm=4, registers=128),),
     ("forward", 2, 64, 4): (Launch(32, stages=2, per_sm=4, registers=128),),
-    ("forward", 2, 128, 0): (Launch(64, stages=3, per_sm=2),),
-    ("forward", 2, 128, 2): (Launch(64, stages=2, per_sm=2),),
-    ("forward", 2, 128, 4): (Launch(64, stages=2, per_sm=2),),
+    ("forward", 2, 128, 0): (Launch(32, stages=2, per_sm=2),),
+    ("forward", 2, 128, 2): (Launch(64, warps=8, stages=3, per_sm=1),),
+    ("forward", 2, 128, 4): (Launch(64, warps=8, stages=3, per_sm=1),),
     ("forward", 4, 32, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
     ("forward", 4, 32, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
     ("backward", 2, 32, 0): (Launch(64, stages=3, per_sm=2),),
@@ -52,9 +52,9 @@ HOPPER: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
     ("backward", 2, 64, 0): (Launch(64, stages=3, per_sm=2),),
     ("backward", 2, 64, 2): (Launch(32, stages=3, per_sm=2),),
     ("backward", 2, 64, 4): (Launch(32, stages=3, per_sm=2),),
-    ("backward", 2, 128, 0): (Launch(32, warps=8, stages=2, per_sm=1),),
-    ("backward", 2, 128, 2): (Launch(32, warps=8, stages=2, per_sm=1),),
-    ("backward", 2, 128, 4): (Launch(32, warps=8, stages=2, per_sm=1),),
+    ("backward", 2, 128, 0): (Launch(16, warps=8, stages=1, per_sm=1),),
+    ("backward", 2, 128, 2): (Launch(16, warps=8, stages=1, per_sm=1),),
+    ("backward", 2, 128, 4): (Launch(16, warps=8, stages=1, per_sm=1),),
 }
 
 # (pass, bytes of an element, head width). Data-centre Blackwell keeps accumulators in a memory of
@@ -79,10 +79,10 @@ AMPERE: dict[tuple[str, int, int], Launch] = {
 # overflow the chip). `block` is the side of a square tile of scores.
 TILED: dict[tuple[int, int], Launch] = {
     (2, 32): Launch(64, stages=1, per_sm=3),
-    (2, 64): Launch(64, stages=1, per_sm=2),
-    (2, 128): Launch(64, warps=8, stages=1, per_sm=1),
+    (2, 64): Launch(64, stages=1, per_sm=2, registers=192),
+    (2, 128): Launch(32, warps=8, stages=1, per_sm=1),
     (4, 32): Launch(32, warps=8, stages=1, per_sm=2),
-    (4, 64): Launch(32, warps=8, stages=1, per_sm=1),
+    (4, 64): Launch(32, warps=8, stages=1, per_sm=1, registers=128),
     (4, 128): Launch(16, warps=8, stages=1, per_sm=1),
 }
 AMPERE_TILED: dict[tuple[int, int], Launch] = {

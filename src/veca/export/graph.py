@@ -29,27 +29,29 @@ MIN_SIDE = 2
 class FixedBudget(nn.Module):
     """images -> the outputs at one budget."""
 
-    def __init__(self, model: Veca, cores: int) -> None:
+    def __init__(self, model: Veca, cores: int, keep: float) -> None:
         super().__init__()
         self.model = model
         self.cores = cores
+        self.keep = keep
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return _named(self.model(images, cores=self.cores))
+        return _named(self.model(images, cores=self.cores, keep=self.keep))
 
 
 class AnyBudget(nn.Module):
     """images, cores (int64, no axes) -> the outputs at that budget."""
 
-    def __init__(self, model: Veca) -> None:
+    def __init__(self, model: Veca, keep: float) -> None:
         super().__init__()
         self.model = model
+        self.keep = keep
 
     def forward(self, images: Tensor, cores: Tensor) -> dict[str, Tensor]:
         budget = int(cores.item()) if not torch.compiler.is_compiling() else cores.item()
         torch._check(budget >= 1)
         torch._check(budget <= self.model.config.num_cores)
-        return _named(self.model(images, cores=budget))
+        return _named(self.model(images, cores=budget, keep=self.keep))
 
 
 def _named(out: VecaOutput) -> dict[str, Tensor]:
@@ -65,7 +67,7 @@ def frozen_copy(model: Veca, dtype: torch.dtype) -> Veca:
 
 
 def trace(
-    model: Veca, cores: int | None, size: tuple[int, int] | None
+    model: Veca, cores: int | None, size: tuple[int, int] | None, keep: float = 1.0
 ) -> torch.export.ExportedProgram:
     """The program of a frozen model. `cores` None and `size` None are left open; so is the batch.
 
@@ -81,13 +83,13 @@ def trace(
         open_axes[3] = patch * torch.export.Dim("columns", min=MIN_SIDE)
     graph: nn.Module
     if cores is None:
-        graph = AnyBudget(model)
+        graph = AnyBudget(model, keep)
         # Neither 1 nor the whole bank, which tracing might take for something special.
         example = torch.tensor(max(1, config.num_cores // 2))
         args: tuple[Tensor, ...] = (images, example)
         shapes = {"images": open_axes, "cores": None}
     else:
-        graph = FixedBudget(model, cores)
+        graph = FixedBudget(model, cores, keep)
         args, shapes = (images,), {"images": open_axes}
     with torch.no_grad(), quiet():
         try:
