@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -35,6 +37,19 @@ def test_compiled_blocks_give_the_same(tiny):
     torch.testing.assert_close(engine(images, cores=4).patches, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_more_shapes_than_torch_compiles_by_default(tiny, monkeypatch):
+    import torch._dynamo
+
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # in a moment
+    engine = compile_for_inference(tiny, compile=True)
+    for side in (32, 48, 64, 80):
+        images = torch.randn(1, 3, side, 32)
+        expected = tiny(images, keep=0.5).patches
+        torch.testing.assert_close(engine(images, keep=0.5).patches, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_making_an_engine_draws_no_random_numbers(tiny):
     before = torch.get_rng_state()
     compile_for_inference(tiny, size=32)
@@ -43,11 +58,11 @@ def test_making_an_engine_draws_no_random_numbers(tiny):
 
 def test_only_the_last_shapes_stay_prepared(tiny):
     engine = compile_for_inference(tiny, size=32, cores=[2, 4], cache=2)
-    assert list(engine._prepared) == [(1, 2, 2, 2), (1, 2, 2, 4)]
+    assert list(engine._prepared) == [(1, (2, 2), 2, 1.0), (1, (2, 2), 4, 1.0)]
     engine.prepare(1, (32, 48), 2)
-    assert list(engine._prepared) == [(1, 2, 2, 4), (1, 2, 3, 2)]
+    assert list(engine._prepared) == [(1, (2, 2), 4, 1.0), (1, (2, 3), 2, 1.0)]
     engine.prepare(1, 32, 4)
-    assert list(engine._prepared) == [(1, 2, 3, 2), (1, 2, 2, 4)]
+    assert list(engine._prepared) == [(1, (2, 3), 2, 1.0), (1, (2, 2), 4, 1.0)]
 
 
 def test_an_engine_says_what_it_is():

@@ -221,7 +221,7 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
 
 
 MERGE_BEFORE = (2 / 12, 5 / 12, 8 / 12)
-"""Shares of the depth that have run when windows of patches merge: before 3, 6 and 9 of 12 blocks."""
+"""Shares of the depth that have run when windows of patches merge: of 12 blocks, 2, 5 and 8."""
 
 EXTRA_TOKENS = 5
 """Of a dense ViT, beside its patches: CLS and four registers."""

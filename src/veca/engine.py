@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 from typing import cast as cast_to
 
 import torch
@@ -29,6 +30,9 @@ from veca.merging import Periphery, merge, merge_plan
 from veca.model import Block, CoreMove, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
+
+MANY_SHAPES: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**20}
+"""For torch.compile, which else gives up after 8 shapes: merging alone makes four of one."""
 
 _Key = tuple[int, tuple[int, int], int, float]
 """Of a prepared shape: batch, grid, budget, keep."""
@@ -70,7 +74,7 @@ class InferenceEngine(FeatureModel):
         self.config, self.name = model.config, model.name
         self.dtype, self.device = dtype, model.device
         self.check_pixels = check_pixels
-        self._graphs = graphs
+        self._compile, self._graphs = compile, graphs
         self._cache = cache
         self._prepared: OrderedDict[_Key, PreparedShape] = OrderedDict()
         self._pack(model)
@@ -124,6 +128,10 @@ class InferenceEngine(FeatureModel):
             prepared = PreparedShape(self, batch, grid, budget, keep)
         self._prepared[key] = prepared
         return prepared
+
+    def many_shapes(self) -> AbstractContextManager[object]:
+        """What is called in it may compile for any number of shapes."""
+        return torch._dynamo.config.patch(**MANY_SHAPES) if self._compile else nullcontext()
 
     def _pack(self, model: Veca) -> None:
         _check_plain(model)
@@ -216,7 +224,7 @@ class PreparedShape:
 
     def run(self, images: Tensor) -> tuple[Tensor, Tensor]:
         if self.graph is None:
-            return self._forward(images.to(self.engine.device, self.engine.dtype))
+            return self.forward(images.to(self.engine.device, self.engine.dtype))
         self.images.copy_(images)
         self.replay()
         # The graph writes into the same memory next time; what we return is the caller's.
@@ -232,15 +240,17 @@ class PreparedShape:
         self.images = torch.zeros(shape, device=engine.device, dtype=engine.dtype)
         with side_stream(engine.device):
             for _ in range(2):
-                self._forward(self.images)
+                self.forward(self.images)
         self.graph = torch.cuda.CUDAGraph()
         with recording(self.graph):
-            self.output = self._forward(self.images)
+            self.output = self.forward(self.images)
 
-    def _forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return self.engine.forward(
-            images, self.budget, self.grid, self.periphery, self.rotation, self.merges
-        )
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The pass without the graph: the tokens and raw coordinates."""
+        with self.engine.many_shapes():
+            return self.engine.forward(
+                images, self.budget, self.grid, self.periphery, self.rotation, self.merges
+            )
 
 
 def compile_for_inference(

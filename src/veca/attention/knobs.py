@@ -79,15 +79,21 @@ AMPERE: dict[tuple[str, int, int], Launch] = {
 # overflow the chip). `block` is the side of a square tile of scores.
 TILED: dict[tuple[int, int], Launch] = {
     (2, 32): Launch(64, stages=1, per_sm=3),
-    (2, 64): Launch(64, stages=1, per_sm=2, registers=192),
-    (2, 128): Launch(32, warps=8, stages=1, per_sm=1),
+    (2, 64): Launch(64, stages=1, per_sm=2),
+    (2, 128): Launch(64, warps=8, stages=1, per_sm=1),
     (4, 32): Launch(32, warps=8, stages=1, per_sm=2),
-    (4, 64): Launch(32, warps=8, stages=1, per_sm=1, registers=128),
+    (4, 64): Launch(32, warps=8, stages=1, per_sm=1, registers=255),
     (4, 128): Launch(16, warps=8, stages=1, per_sm=1),
 }
 AMPERE_TILED: dict[tuple[int, int], Launch] = {
     (2, 32): Launch(32, stages=1, per_sm=4),
     (2, 64): Launch(32, stages=1, per_sm=3),
+}
+HOPPER_TILED: dict[tuple[int, int], Launch] = {
+    (2, 128): Launch(32, warps=8, stages=1, per_sm=1),
+}
+BLACKWELL_TILED: dict[tuple[int, int], Launch] = {
+    (2, 64): Launch(64, stages=1, per_sm=2, registers=255),
 }
 """Where that differs."""
 
@@ -114,8 +120,9 @@ def resident(
 def tiled(size: int, width: int, capability: tuple[int, int]) -> Launch:
     """The launch of the kernels that walk over everything in tiles."""
     launch = TILED[size, width]
-    newer = capability[0] in (0, 9, 10)
-    return launch if newer else AMPERE_TILED.get((size, width), launch)
+    major = capability[0]
+    others = {0: {}, 9: HOPPER_TILED, 10: BLACKWELL_TILED}.get(major, AMPERE_TILED)
+    return others.get((size, width), launch)
 
 
 MAX_SPLITS = 64  # more would make merging cost as much as attending
