@@ -51,7 +51,7 @@ def merge_plan(
         return {}
     height, width = grid
     patches = height * width
-    plan = {}
+    plan, left = {}, patches
     for number, block in enumerate(blocks, start=1):
         share = keep ** (number / len(blocks))
         side = 2 if share >= 1 / 4 else 4
@@ -59,7 +59,8 @@ def merge_plan(
         least = patches - whole * (side * side - 1)
         # In whole numbers, because a grid that is left open in an export has no others.
         target = (patches * round(share * 10_000) + 5_000) // 10_000
-        plan[block] = (side, torch.sym_max(target, least))
+        left = torch.sym_min(left, torch.sym_max(target, least))
+        plan[block] = (side, left)
     return plan
 
 
@@ -78,6 +79,7 @@ def merge(
     """
     batch, count, _ = tokens.shape
     device = tokens.device
+    target = _length(target)
     token_of = periphery.token_of
     if token_of is None:
         token_of = torch.arange(count, device=device).expand(batch, -1)
@@ -85,67 +87,83 @@ def merge(
     if multiplicity is None:
         multiplicity = torch.ones(batch, count, device=device)
 
-    members = _windows(periphery.spread(tokens), grid, side)
-    mean = members.mean(dim=2)  # [B, W, D]; of patches, so tokens count by their multiplicity
-    score = _difference(members.detach(), mean.detach())
+    members, window_of = _windows(grid, side, device)
+    # [B, W, side * side] tokens, each as often as it has patches in the window.
+    tokens_of = token_of[:, members].unflatten(1, (-1, side * side))
+    inside = take(tokens, tokens_of)
+    mean = inside.mean(dim=2)  # [B, W, D]
+    score = _difference(inside.detach(), mean.detach())
     # A token lies in one window whole, so that the shares of its patches add up to one.
-    shares = multiplicity.reciprocal().gather(1, token_of).unsqueeze(-1)
-    saved = _windows(shares, grid, side).sum(dim=(2, 3)).round() - 1  # [B, W] tokens, less one
+    shares = multiplicity.reciprocal().gather(1, tokens_of.flatten(1)).view_as(tokens_of)
+    saved = shares.sum(dim=2).round() - 1  # [B, W] tokens, less one
     score = score.masked_fill(saved < 1, torch.inf)
 
     need = (multiplicity > 0).sum(dim=1, keepdim=True) - target
     order = score.argsort(dim=1, stable=True)
-    before = saved.gather(1, order).cumsum(dim=1) - saved.gather(1, order)
+    saved = saved.gather(1, order)
+    before = saved.cumsum(dim=1) - saved
     first = (before < need) & score.gather(1, order).isfinite()
     chosen = torch.zeros_like(first).scatter(1, order, first)  # [B, W]
 
-    window_of = _window_of_patches(grid, side, device)  # [N], W for those in none
-    chosen_patch = F.pad(chosen, (0, 1))[:, window_of]
+    chosen_patch = F.pad(chosen, (0, 1))[:, window_of]  # [B, N], of patches in no window False
     gone = torch.zeros(batch, count, dtype=torch.bool, device=device)
     gone = gone.scatter(1, token_of, chosen_patch)
     alive = torch.cat([(multiplicity > 0) & ~gone, chosen], dim=1)  # [B, T + W]
+    # Those alive first, in their order; `position` says where each went.
+    behind = alive.logical_not().to(torch.uint8)
+    order = behind.argsort(dim=1, stable=True)
     places = torch.arange(alive.shape[1], device=device)
-    order = torch.where(alive, places, places + alive.shape[1]).argsort(dim=1)
     position = torch.zeros_like(order).scatter(1, order, places.expand_as(order))
-    order = order[:, :target]
+    order = order[:, torch.arange(target, device=device)]
 
-    everything = torch.cat([tokens, mean.to(tokens.dtype)], dim=1)
     xy = periphery.xy.expand(batch, -1, -1)
-    centres = _windows(take(xy, token_of), grid, side).mean(dim=2)
+    centres = take(xy, tokens_of).mean(dim=2)
     counts = torch.cat([multiplicity, multiplicity.new_full(chosen.shape, side * side)], dim=1)
     source = torch.where(chosen_patch, count + window_of, token_of)
-    return take(everything, order), Periphery(
+    return take(torch.cat([tokens, mean.to(tokens.dtype)], dim=1), order), Periphery(
         xy=take(torch.cat([xy, centres], dim=1), order),
         multiplicity=(counts * alive).gather(1, order),
         token_of=position.gather(1, source),
     )
 
 
+def _length(target: int) -> int:
+    """While a graph is traced for any size, a number that nothing is known about but its bounds.
+
+    What can be derived of an expression in the sides of the grid, tracing would derive, for
+    minutes, and tie the graph to grids for which it holds.
+    """
+    if not isinstance(target, torch.SymInt):
+        return target
+    length = torch.sym_int(torch.scalar_tensor(target, dtype=torch.int64).item())
+    torch._check(length >= 1)
+    return length
+
+
 def take(tokens: Tensor, index: Tensor) -> Tensor:
-    """Rows of each image: [B, T, D] at [B, N] -> [B, N, D]."""
+    """Rows of each image: [B, T, D] at [B, ...] -> [B, ..., D]."""
     batch, count, width = tokens.shape
-    start = torch.arange(batch, device=index.device).unsqueeze(1) * count
+    start = torch.arange(batch, device=index.device).view(-1, *[1] * (index.ndim - 1)) * count
     rows = tokens.reshape(batch * count, width).index_select(0, (index + start).flatten())
     return rows.view(*index.shape, width)
 
 
-def _windows(patches: Tensor, grid: tuple[int, int], side: int) -> Tensor:
-    """[B, N, D] -> [B, W, side * side, D]; rows and columns that fill no window are left out."""
-    height, width = grid
-    down, across = height // side, width // side
-    x = patches.unflatten(1, grid)[:, : down * side, : across * side]
-    x = x.unflatten(2, (across, side)).unflatten(1, (down, side)).transpose(2, 3)
-    return x.flatten(3, 4).flatten(1, 2)
+def _windows(grid: tuple[int, int], side: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The patches of each window, [W * side * side], and the window of each patch, [N].
 
-
-def _window_of_patches(grid: tuple[int, int], side: int, device: torch.device) -> Tensor:
+    Rows and columns that fill no window belong to none: W, one beyond the last.
+    """
     height, width = grid
-    down, across = height // side, width // side
+    down, across = _length(height // side), _length(width // side)
+    within = torch.arange(side, device=device)
+    rows = torch.arange(down, device=device).unsqueeze(1) * side + within  # [down, side]
+    columns = torch.arange(across, device=device).unsqueeze(1) * side + within
+    members = rows[:, None, :, None] * width + columns[None, :, None, :]
     row = torch.arange(height, device=device) // side
     column = torch.arange(width, device=device) // side
     window = row.unsqueeze(1) * across + column
-    inside = (row < down).unsqueeze(1) & (column < across)
-    return window.masked_fill(~inside, down * across).flatten()
+    whole = (row < down).unsqueeze(1) & (column < across)
+    return members.flatten(), window.masked_fill(~whole, down * across).flatten()
 
 
 def _difference(members: Tensor, mean: Tensor) -> Tensor:

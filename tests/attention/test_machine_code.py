@@ -28,7 +28,6 @@ def test_the_table_is_of_the_source_that_is_here():
     assert not stale, "run python -m benchmarks kernels"
 
 
-@pytest.mark.xfail(reason="some launches still spill: their rows in benchmarks/results/kernels.csv")
 @pytest.mark.parametrize("arch", ARCHES)
 def test_nothing_spills_and_no_limit_is_exceeded(arch):
     rows = [row for row in ROWS if row["arch"] == arch]

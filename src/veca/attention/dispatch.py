@@ -152,9 +152,9 @@ def _check_multiplicity(multiplicity: Tensor, q: Tensor, num_cores: int) -> Tens
         raise InputError(f"multiplicity must be a tensor, got {type(multiplicity).__name__}.")
     batch, patches = q.shape[0], q.shape[2] - num_cores
     shape = tuple(multiplicity.shape)
-    if not (
-        shape == (patches,) or (len(shape) == 2 and shape[0] in (1, batch) and shape[1] == patches)
-    ):
+    # The batch itself first: while traced for any batch, asking for 1 would rule 1 out.
+    right = len(shape) == 1 or (len(shape) == 2 and (shape[0] == batch or shape[0] == 1))
+    if not right or shape[-1] != patches:
         raise InputError(
             f"multiplicity must be [1 or {batch}, {patches}], a number for each patch token, "
             f"got shape {shape}."

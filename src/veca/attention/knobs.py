@@ -15,7 +15,8 @@ class Launch:
 
     `per_sm` is how many programs a multiprocessor holds at a time, from the compiler's report of
     registers and shared memory; with it `choose_splits` decides into how many spans a sequence is
-    cut. `registers` caps the registers of a thread. `fused` gives a program both roles.
+    cut. `registers` caps the registers of a thread; 255, all there are, keeps the compiler from
+    spilling a few for the sake of more programs at a time. `fused` gives a program both roles.
     """
 
     block: int

@@ -469,7 +469,7 @@ def _pick(
     if launch is None:
         walk = tiled or not lines
         launch = tiled_launch(size, width, capability) if walk else problem.cheapest(lines)
-        if problem.multiplicity is not None:  # its weights take registers
+        if problem.multiplicity is not None and not walk:  # its weights take registers
             launch = dataclasses.replace(launch, registers=None)
     return launch, tiled
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
 from veca._util.tracing import has_values
@@ -31,6 +32,8 @@ def core_attention(
     # One row for all heads and cores: torch's fused kernels broadcast it, so that nothing of the
     # size of the scores is made.
     bias = None if multiplicity is None else core_bias(multiplicity, num_cores).to(q.dtype)
+    if bias is not None and is_compiling():  # else a traced number of cores is compared with 1
+        bias = bias.expand(-1, -1, num_cores, -1)
     cores = scaled_dot_product_attention(q_cores, k, v, attn_mask=bias, scale=scale)
     if q_patches.shape[2] == 0:
         return cores
