@@ -36,6 +36,10 @@ def export(
             "budget as its second input."
         ),
     ] = "any",
+    keep: Annotated[
+        float,
+        typer.Option(help="The share of patch tokens that go on, 0.2 to 1; part of the file."),
+    ] = 1.0,
     size: Annotated[
         str, typer.Option(help="dynamic (any on the patch grid), or HEIGHTxWIDTH to fix it.")
     ] = "dynamic",
@@ -86,6 +90,7 @@ def export(
             out,
             to=to.value,
             cores=budgets,
+            keep=keep,
             size=fixed,
             dtype=dtype.value,
             name=name or _name(weights),

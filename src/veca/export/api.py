@@ -14,7 +14,7 @@ import torch
 
 from veca._util import files
 from veca._util.numbers import count
-from veca.checks import check_budget, check_model
+from veca.checks import check_budget, check_keep, check_model
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
@@ -49,6 +49,8 @@ class Exported:
     format: str
     cores: int | str
     """The budget, or "any"."""
+    keep: float
+    """The share of patch tokens that go on."""
     dtype: str
     size: Size | None
     """(height, width) in pixels, or None if any on the grid will do."""
@@ -67,6 +69,7 @@ def export_model(
     *,
     to: str = "onnx",
     cores: Sequence[int | str] | int | str = ANY,
+    keep: float | None = None,
     size: Size | None = None,
     dtype: str = "float32",
     name: str = "veca",
@@ -85,6 +88,7 @@ def export_model(
         to: "onnx", or "torch-export" for a .pt2 file.
         cores: a budget or several, one file each; "any" makes one file with a second input
             `cores` (int64, no axes).
+        keep: the share of patch tokens that go on, as in `Veca.forward`; part of the file.
         size: (height, width) in pixels, to fix them.
         dtype: "float32", or "float16" to compute in half precision; features come out in it.
         name: what the files' names begin with.
@@ -93,6 +97,7 @@ def export_model(
     """
     check_model(model, "export_model")
     budgets = _check(model, to, cores, size, dtype, name, check_sizes)
+    share = check_keep(keep)
     folder = files.place_for(out)
     _require_writable(folder)
     say = progress or (lambda _: None)
@@ -101,11 +106,11 @@ def export_model(
     tensors = weights_hash(model)
     written = []
     for budget in budgets:
-        facts = _facts(model, to, budget, size, dtype, tensors)
-        path = folder / f"{_stem(name, budget, size, dtype)}{FORMATS[to]}"
+        facts = _facts(model, to, budget, share, size, dtype, tensors)
+        path = folder / f"{_stem(name, budget, share, size, dtype)}{FORMATS[to]}"
         with files.temporary_beside(path) as temporary:
             say(f"tracing {path.name}")
-            program = trace(traced, None if budget == ANY else int(budget), size)
+            program = trace(traced, None if budget == ANY else int(budget), size, share)
             with files.output_errors(path):
                 _WRITERS[to](program, temporary, facts)
             del program  # it holds the weights, as does what comes next
@@ -114,6 +119,7 @@ def export_model(
                 _RUNNERS[to](temporary),
                 reference,
                 cores=_budgets_to_check(budget, model.config.num_cores),
+                keep=share,
                 sizes=[size] if size else _sizes_to_check(model, check_sizes),
             ):
                 say(
@@ -146,6 +152,7 @@ def _keep(
         report=report,
         format=facts["format"],
         cores=facts["cores"],
+        keep=facts.get("keep", 1.0),
         dtype=facts["dtype"],
         size=size,
         bytes=temporary.stat().st_size,
@@ -206,15 +213,22 @@ def _budget(cores: int | str | None, num_cores: int) -> int:
     return check_budget(cores, num_cores)
 
 
-def _stem(name: str, budget: int | str, size: Size | None, dtype: str) -> str:
+def _stem(name: str, budget: int | str, keep: float, size: Size | None, dtype: str) -> str:
     parts = [name, "anycores" if budget == ANY else f"cores{budget}"]
+    parts += [f"keep{keep:g}"] if keep < 1 else []
     parts += [f"{size[0]}x{size[1]}"] if size else []
     parts += [dtype] if dtype != "float32" else []
     return "_".join(parts)
 
 
 def _facts(
-    model: Veca, to: str, budget: int | str, size: Size | None, dtype: str, tensors: str
+    model: Veca,
+    to: str,
+    budget: int | str,
+    keep: float,
+    size: Size | None,
+    dtype: str,
+    tensors: str,
 ) -> dict[str, Any]:
     c = model.config
     budget_input = {"cores": f"int64 [], from 1 to {c.num_cores}"} if budget == ANY else {}
@@ -226,6 +240,7 @@ def _facts(
     return {
         "format": to,
         "cores": budget,
+        **({"keep": keep} if keep < 1 else {}),
         "size": "dynamic" if size is None else list(size),
         "dtype": dtype,
         "patch_size": c.patch_size,
@@ -295,6 +310,7 @@ def _verification(entry: Exported) -> dict[str, Any]:
             if entry.dtype == "float32"
             else f"{verify.RELATIVE} of the largest value of an output"
         ),
+        **({"turned": verify.TURNED} if entry.keep < 1 else {}),
         "max_difference": entry.max_difference,
         "checks": [check.to_dict() for check in entry.checks],
     }

@@ -26,6 +26,7 @@ class ExportedModel:
     Attributes:
         config: the architecture, as `Veca.config`.
         cores: the budget of the file, or None if it takes any.
+        keep: the share of patch tokens that go on in it.
         size: (height, width) in pixels that the file is for, or None if it takes any.
         facts: everything the file says of itself.
     """
@@ -44,6 +45,7 @@ class ExportedModel:
         try:
             self.config = VecaConfig.from_dict(self.facts["config"])
             self.cores = None if self.facts["cores"] == "any" else int(self.facts["cores"])
+            self.keep = float(self.facts.get("keep", 1.0))
             size = self.facts["size"]
             self.size = None if size == "dynamic" else (int(size[0]), int(size[1]))
         except (KeyError, TypeError, ValueError, LookupError, OverflowError) as error:

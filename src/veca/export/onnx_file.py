@@ -136,7 +136,10 @@ def _repeat_interleave(self: Any, repeats: Any, dim: Any = None, output_size: An
 
 
 def _plain_names(proto: Any, patch_size: int) -> None:
-    """Call the open axes batch, rows and columns instead of s34, s39 and s94."""
+    """Call the open axes batch, rows and columns instead of s34, s39 and s94.
+
+    With an open budget, the first number that tracing knows nothing about is `cores`.
+    """
     images = proto.graph.input[0].type.tensor_type.shape.dim
     patterns = {0: r"(\w+)", 2: rf"{patch_size}\*(\w+)", 3: rf"{patch_size}\*(\w+)"}
     names = {}
@@ -144,12 +147,14 @@ def _plain_names(proto: Any, patch_size: int) -> None:
         found = re.fullmatch(patterns[axis], images[axis].dim_param)
         if found:
             names[found[1]] = plain
+    if len(proto.graph.input) > 1:
+        names["u0"] = "cores"
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for axis in value.type.tensor_type.shape.dim:
             if axis.HasField("dim_param"):
                 axis.dim_param = re.sub(
                     r"[A-Za-z_]\w*",
-                    lambda word: names.get(word[0], "cores" if word[0][0] == "u" else word[0]),
+                    lambda word: names.get(word[0], word[0]),
                     axis.dim_param,
                 )
 

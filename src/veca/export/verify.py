@@ -19,6 +19,10 @@ SIZES = ((224, 224), (256, 384))
 ABSOLUTE, RELATIVE = 1e-3, 2e-2
 """What a file may differ by: float32 in itself, float16 as a share of the largest value."""
 
+TURNED = 0.02
+"""The share of patches that a file that merges may give otherwise: of windows that are alike to the
+last digits, rounding decides which merge."""
+
 Runner = Callable[[Tensor, int | None], dict[str, Tensor]]
 
 
@@ -31,7 +35,8 @@ class FileCheck:
     width: int
     cores: int
     differences: dict[str, float]
-    """Largest absolute difference of each output."""
+    """Largest absolute difference of each output; of patches, where windows merge, of all but
+    `TURNED`."""
     largest: dict[str, float]
     """Largest absolute value of each output of the model."""
 
@@ -63,15 +68,22 @@ def sizes_on_grid(patch: int, sizes: Iterable[tuple[int, int]] = SIZES) -> list[
     return list(dict.fromkeys((fit(height), fit(width)) for height, width in sizes))
 
 
-def check(run: Runner, reference: Veca, images: Tensor, cores: int) -> FileCheck:
+def check(
+    run: Runner, reference: Veca, images: Tensor, cores: int, keep: float = 1.0
+) -> FileCheck:
     """Compare a file, at the budget `cores`, with the float32 model."""
     with torch.no_grad():
-        out = reference(images, cores=cores)
+        out = reference(images, cores=cores, keep=keep)
     expected = dict(zip(OUTPUTS, (out.cls, out.patches, out.cores, out.core_xy), strict=True))
     found = run(images, cores)
     return FileCheck(
         *(images.shape[0], images.shape[2], images.shape[3], cores),
-        differences={name: _difference(found[name], expected[name]) for name in OUTPUTS},
+        differences={
+            name: _difference(
+                found[name], expected[name], TURNED if keep < 1 and name == "patches" else 0.0
+            )
+            for name in OUTPUTS
+        },
         largest={name: float(expected[name].abs().max()) for name in OUTPUTS},
     )
 
@@ -81,6 +93,7 @@ def checks(
     reference: Veca,
     *,
     cores: Sequence[int],
+    keep: float = 1.0,
     sizes: Sequence[tuple[int, int]],
     batches: Sequence[int] = BATCHES,
     seed: int = 0,
@@ -92,11 +105,13 @@ def checks(
         for batch in batches:
             images = torch.randn(batch, channels, height, width, generator=generator)
             for budget in cores:
-                yield check(run, reference, images, budget)
+                yield check(run, reference, images, budget, keep)
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(found: Tensor, expected: Tensor, but: float) -> float:
+    """The largest of all rows, or of all but a share of them."""
     if found.shape != expected.shape:
         return float("inf")
-    difference = (found.float().cpu() - expected).abs().max()
-    return float("inf") if difference.isnan() else float(difference)
+    rows = (found.float().cpu() - expected).abs().nan_to_num(torch.inf, torch.inf).amax(dim=-1)
+    rows = rows.flatten().sort().values
+    return float(rows[-1 - int(but * len(rows))])
