@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from torch.nn import functional as F
 
 import veca
 from benchmarks.common import print_table, write_csv
+from benchmarks.rows import write_rows
 from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
@@ -113,6 +114,31 @@ RULES: dict[str, Rule] = {
     "3-6-9, alone from 12": Rule(returned=1.0, alone=12),
     "3-6-9, alone from 11": Rule(returned=1.0, alone=11),
     "5, own returned": Rule((5,), returned=1.0),
+}
+LARGE = tuple(RULES)
+"""Asked at 1024 pixels, too."""
+RULES |= {
+    f"{'-'.join(map(str, steps))}, {fall}, {criterion}": Rule(steps, fall, criterion=criterion)
+    for steps in (
+        *[(2, 5, 8), (3, 6, 9), (4, 6, 8), (4, 7, 10)],
+        *[(2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10), (2, 4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10)],
+    )
+    for fall, criterion in [
+        *[("geometric", "normed squares"), ("linear", "normed squares")],
+        *[("1.5", "normed squares"), ("linear", "cos x root"), ("1.5", "cos x root")],
+    ]
+}
+RULES |= {
+    "2-4-6-8, pairs first": Rule((2, 4, 6, 8), windows=(PAIR, TWO, TWO, TWO)),
+    "2-4-6-8, linear, pairs first": Rule((2, 4, 6, 8), "linear", (PAIR, TWO, TWO, TWO)),
+    "3-5-7-9, linear, pairs first": Rule((3, 5, 7, 9), "linear", (PAIR, TWO, TWO, TWO)),
+    "2-3-6-9, pairs and squares": Rule((2, 3, 6, 9), "linear", (PAIR, TWO, TWO, TWO)),
+    "3-3-6-6-9-9, pairs and squares": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, TWO) * 3),
+    "3-3-6-6-9-9, both pairs": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, (2, 1)) * 3),
+    "4-6-8, as long": Rule((4, 6, 8), length=True),
+    "4-6-8, own returned": Rule((4, 6, 8), returned=1.0),
+    "4-6-8, not counted": Rule((4, 6, 8), counted=False),
+    "3-5-7-9, not counted": Rule((3, 5, 7, 9), counted=False),
 }
 
 
@@ -269,12 +295,9 @@ def work(config: VecaConfig, left: Sequence[float], patches: int, whole_end: boo
 
 def agreement(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
     """CLS and patches of each photo: [B, 2]."""
-    cls, patches = (F.cosine_similarity(x.float(), y.float(), dim=-1) for x, y in zip(a, b))
+    pairs = zip(a, b, strict=True)
+    cls, patches = (F.cosine_similarity(x.float(), y.float(), dim=-1) for x, y in pairs)
     return torch.stack([cls, patches.mean(dim=1)], dim=1)
-
-
-def batches(folder_size: Tensor, count: int) -> Iterator[Tensor]:
-    yield from folder_size.split(count)
 
 
 def load(files: Sequence[Path], size: int, device: torch.device) -> Tensor:
@@ -305,10 +328,10 @@ def _rank(file: Path) -> str:
 def rules(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     chosen = {n: r for n, r in RULES.items() if not options.rules or n in options.rules}
-    sets = [(512, options.photos), (1024, options.large)]
+    sets = [(512, options.photos), (1024, options.large or [])]
     rows: list[dict[str, object]] = []
     each: dict[str, np.ndarray] = {}
-    for name, (size, folders) in itertools.product(options.weights, sets):
+    for (size, folders), name in itertools.product(sets, options.weights):
         if not folders:
             continue
         model = veca.load(name).eval().to(device)
@@ -318,6 +341,8 @@ def rules(options: argparse.Namespace) -> None:
         parts = images.split(options.batch if size == 512 else max(1, options.batch // 4))
         full = [run(model, part, Rule(), 1)[:2] for part in parts]
         for rule_name, rule in chosen.items():
+            if size > 512 and rule_name not in LARGE:
+                continue
             for keep in options.keeps:
                 found, tokens = [], []
                 for part, whole in zip(parts, full, strict=True):
@@ -341,7 +366,7 @@ def rules(options: argparse.Namespace) -> None:
                     }
                 )
         write_csv("elastic_rules", rows, options.out, device=options.device)
-        np.savez_compressed(options.each or options.out / "elastic_rules.npz", **each)
+        np.savez_compressed(options.each or options.out / "elastic_rules.npz", **each)  # type: ignore[arg-type]
     print_table(compared(rows))
 
 
@@ -391,17 +416,11 @@ def calibration(options: argparse.Namespace) -> None:
                                 "patches": f"{patches:.6f}",
                             }
                         )
-    write_plain(options.out / "calibration.csv", rows)
+        write_rows(options.out / "calibration.csv", rows)
 
 
 def split_of(file: Path) -> str:
     return "calibration" if int(_rank(file)[:8], 16) / 2**32 < CALIBRATION else "check"
-
-
-def write_plain(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    from benchmarks.rows import write_rows
-
-    write_rows(path, rows)
 
 
 def photos(options: argparse.Namespace) -> None:
@@ -411,7 +430,8 @@ def photos(options: argparse.Namespace) -> None:
         return
     val = set((options.voc / "ImageSets/Segmentation/val.txt").read_text().split())
     voc = [f for f in (options.voc / "JPEGImages").iterdir() if f.stem not in val]
-    sharp, rest = [], []
+    sharp: list[tuple[str, Path]] = []
+    rest: list[tuple[str, Path]] = []
     for file in sorted(voc, key=_rank):
         with Image.open(file) as image:
             side = min(image.size)
