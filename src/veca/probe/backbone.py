@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from veca._util.moved import moved
 from veca._util.numbers import count
 from veca.checks import check_budget
 from veca.config import VecaConfig
@@ -171,7 +172,7 @@ class _OwnBackbone(Backbone):
         return cost(config, (grid[0] * config.patch_size, grid[1] * config.patch_size), self.cores)
 
 
-class VecaBackbone(_OwnBackbone):
+class ElasticBackbone(_OwnBackbone):
     """A VECA network at a budget; the first core is the global feature.
 
     `projection` False: features are those that go into the output projection, after the last norm.
@@ -191,7 +192,7 @@ class VecaBackbone(_OwnBackbone):
         super().__init__(model, name, role, projection)
         self.cores = check_budget(cores, model.config.num_cores)
 
-    def at(self, budgets: Iterable[int]) -> list[VecaBackbone]:
+    def at(self, budgets: Iterable[int]) -> list[ElasticBackbone]:
         """The same network at other budgets; the weights are shared."""
         rows = []
         for budget in budgets:
@@ -208,7 +209,7 @@ class VecaBackbone(_OwnBackbone):
 
 
 class DenseBackbone(_OwnBackbone):
-    """A dense ViT of this package, the yardstick; `projection` as of a `VecaBackbone`."""
+    """A dense ViT of this package, the yardstick; `projection` as of a `ElasticBackbone`."""
 
     kind = "dense"
 
@@ -334,7 +335,7 @@ def as_backbone(
     if isinstance(network, Backbone):
         return network
     if isinstance(network, Veca):
-        return VecaBackbone(network, cores, name=name or "veca", role=role or STUDENT)
+        return ElasticBackbone(network, cores, name=name or "veca", role=role or STUDENT)
     if cores is not None:
         raise ProbeError(f"{type(network).__name__} has no cores; leave out the budget.")
     if isinstance(network, DenseVit):
@@ -396,3 +397,6 @@ def check_unique(backbones: Sequence[Backbone]) -> None:
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ProbeError(f"two backbones are called {twice[0]!r}; give each its own name.")
+
+
+__getattr__ = moved(__name__, {"VecaBackbone": "ElasticBackbone"})

@@ -14,8 +14,8 @@ from veca.probe.backbone import (
     TEACHER,
     Backbone,
     DenseBackbone,
+    ElasticBackbone,
     TeacherBackbone,
-    VecaBackbone,
 )
 from veca.probe.blind import NAME as BLIND
 from veca.probe.blind import BlindBackbone
@@ -66,7 +66,9 @@ def load_backbones(
             found.append(DenseBackbone(control.to(device, dtype), name=name))
             continue
         model = load(path, device=device, dtype=dtype)
-        found += VecaBackbone(model, name=name).at(budgets or probe_budgets(model.config.num_cores))
+        found += ElasticBackbone(model, name=name).at(
+            budgets or probe_budgets(model.config.num_cores)
+        )
     return found
 
 
