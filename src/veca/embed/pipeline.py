@@ -203,7 +203,7 @@ class ModelRunner:
         width: str = "projected",
         reduce: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
-        self._model, self._cores, self._what, self._dtype = model, cores, what, dtype
+        self._model, self._cores, self._what, self._dtype = model, cores, tuple(what), dtype
         self._width, self._reduce = width, reduce
         self.device = next(model.parameters()).device
 
@@ -229,6 +229,11 @@ class ModelRunner:
 
     def _features(self, pixels: Tensor) -> tuple[dict[str, Tensor], tuple[int, int]]:
         projected = self._width == "projected"
+        if self._what == ("cls",):
+            alone = self._model.cores_only(
+                pixels, self._cores, first=1, projection=self._width != "native"
+            )
+            return {"cls": alone.cls}, alone.grid
         out = (self._model if projected else self._model.tokens)(pixels, cores=self._cores)
         # One vector an image through the projection, not one a patch.
         cls = self._model.project(out.cls) if self._width == "mixed" else out.cls

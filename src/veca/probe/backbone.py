@@ -86,6 +86,10 @@ class Backbone(ABC):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         """Features of `pixels` [B, 3, H, W], float in 0..1, on `grid`."""
 
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """The global feature of `features` alone, [B, D]: for less, where the network can."""
+        return self.features(pixels, grid).cls
+
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
         """What its features depend on, as JSON types: the key of a cache. None: cannot be told.
@@ -189,6 +193,7 @@ class VecaBackbone(_OwnBackbone):
         projection: bool = True,
     ) -> None:
         super().__init__(model, name, role, projection)
+        self.model: Veca = model.eval()
         self.cores = check_budget(cores, model.config.num_cores)
 
     def at(self, budgets: Iterable[int]) -> list[VecaBackbone]:
@@ -201,6 +206,12 @@ class VecaBackbone(_OwnBackbone):
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "cores": self.cores}
+
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        with torch.inference_mode():
+            out = self.model.cores_only(images, self.cores, first=1, projection=self.projection)
+        return out.cls.float()
 
     def compute(self, size: Grid, cell: int) -> Compute:
         found = self._cost(size, cell).veca
@@ -353,15 +364,24 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
     return tuple(max(1, (2 * x + side) // (2 * side)) for x in size)  # type: ignore[return-value]
 
 
-def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
-    """`backbone.features`, with an error in plain words for the usual failures."""
+def guarded_features(
+    backbone: Backbone, pixels: Tensor, grid: Grid, *, cls_only: bool = False
+) -> Features:
+    """`backbone.features`, with an error in plain words for the usual failures.
+
+    With `cls_only` no patches are computed: there are 0 of them.
+    """
     number, _, height, width = pixels.shape
     with explained_out_of_memory(
         f"out of memory: {backbone.label} on {count(number, 'image')} of {height} x {width} "
         "pixels; use a smaller --batch-size or --size.",
         ProbeError,
     ):
-        out = backbone.features(pixels, grid)
+        if cls_only:
+            cls = backbone.cls(pixels, grid)
+            out = Features(cls, cls.new_empty(len(cls), 0, cls.shape[1]), grid)
+        else:
+            out = backbone.features(pixels, grid)
     if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
         raise ProbeError(
             f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "
