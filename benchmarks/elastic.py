@@ -36,6 +36,7 @@ from benchmarks.rows import RESULTS, read_csv
 from veca import rope
 from veca.bench import BenchPlan, machine, take_turns
 from veca.dense import DenseVit
+from veca.images import EXTENSIONS
 from veca.model import Block, Veca
 
 SIZES = (512, 1024)
@@ -295,7 +296,8 @@ def run(options: argparse.Namespace) -> int:
         folder = options.photos if side == SIZES[0] else options.large
         if folder is None:
             continue
-        files = sorted(file for file in folder.iterdir() if file.is_file())[: options.limit]
+        found = (file for file in folder.iterdir() if file.suffix.lower() in EXTENSIONS)
+        files = sorted(found)[: options.limit]
         if not files:
             raise SystemExit(f"no photos in {folder}.")
         kept = {identity(row): row for row in (read_csv(path) if path.is_file() else [])}

@@ -142,6 +142,11 @@ RULES |= {
 }
 
 
+def own_rule(config: VecaConfig) -> Rule:
+    """What the package does with `keep`."""
+    return Rule(config.merge_blocks)
+
+
 class Merged(NamedTuple):
     """Patches in their places, some of which stand for others."""
 
@@ -328,7 +333,7 @@ def _rank(file: Path) -> str:
 def rules(options: argparse.Namespace) -> None:
     device = torch.device(options.device)
     chosen = {n: r for n, r in RULES.items() if not options.rules or n in options.rules}
-    sets = [(512, options.photos), (1024, options.large or [])]
+    sets = [(options.size, options.photos), (1024, options.large or [])]
     rows: list[dict[str, object]] = []
     each: dict[str, np.ndarray] = {}
     for (size, folders), name in itertools.product(sets, options.weights):
@@ -338,10 +343,10 @@ def rules(options: argparse.Namespace) -> None:
         files = in_folder(folders, options.limit)
         images = load(files, size, device)
         each[f"{size} photos"] = np.array([f.stem for f in files])
-        parts = images.split(options.batch if size == 512 else max(1, options.batch // 4))
+        parts = images.split(max(1, options.batch * 512**2 // size**2))
         full = [run(model, part, Rule(), 1)[:2] for part in parts]
         for rule_name, rule in chosen.items():
-            if size > 512 and rule_name not in LARGE:
+            if size == 1024 and rule_name not in LARGE:
                 continue
             for keep in options.keeps:
                 found, tokens = [], []
@@ -505,6 +510,7 @@ def main() -> None:
         command.add_argument("--batch", type=int, default=50, help="photos of 512 pixels")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
         if run_ is rules:
+            command.add_argument("--size", type=int, default=512, help="of the photos")
             command.add_argument("--large", type=Path, nargs="+", help="of 1024 pixels")
             command.add_argument("--rules", nargs="+", choices=RULES)
             command.add_argument("--keeps", type=float, nargs="+", default=KEEPS)
