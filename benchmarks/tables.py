@@ -175,6 +175,39 @@ def cpu(rows: Rows) -> str:
     )
 
 
+def elastic(rows: Rows) -> str:
+    """A line a point: its time, and CLS / patches beside the full pass."""
+    sets = list(dict.fromkeys((r["weights"], r["size"]) for r in rows))
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for r in rows:
+        share = int(r["pixels"]) / int(r["size"])
+        name = {
+            "keep": f"`keep={r['keep']}`",
+            "cores": f"`cores={r['cores']}`",
+            "size": f"{share:.3g} of the size",
+        }.get(r["point"])
+        if name:
+            seen = f"{float(r['cls']):.3f} / {float(r['patches']):.3f}"
+            at = cells.setdefault(name, {})
+            at[r["weights"], r["size"]] = f"{float(r['time']):.2f}x, {seen}"
+    header = ["", *(f"{weights}, {size} px" for weights, size in sets)]
+    return table(header, [[name, *map(at.__getitem__, sets)] for name, at in cells.items()])
+
+
+def elastic_gpu(rows: Rows) -> str:
+    keeps = [name.removeprefix("speed-up ") for name in rows[0] if name.startswith("speed-up ")]
+    header = ["batch x pixels", "dense flash, ms", *(f"`keep={k}`, ms" for k in keeps)]
+    return table(
+        [*header, *(f"speed-up at {k}" for k in keeps)],
+        [
+            [f"{r['batch']} x {r['pixels']}", number(r["dense flash ms"])]
+            + [number(r[f"keep {k} ms"]) for k in keeps]
+            + [f"{float(r[f'speed-up {k}']):.2f}x" for k in keeps]
+            for r in rows
+        ],
+    )
+
+
 def embed(rows: Rows) -> str:
     (row,) = rows
     contenders = {
@@ -236,6 +269,8 @@ TABLES: dict[str, Table] = {
     "distill": ("distill", distillation),
     "recorded": ("recorded", recorded),
     "cpu": ("cpu", cpu),
+    "elastic": ("elastic", elastic),
+    "elastic-gpu": ("elastic_gpu", elastic_gpu),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
     "finetune": ("probes/shipped/tiny", finetune),

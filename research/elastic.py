@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +37,7 @@ from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
 from veca.config import VecaConfig
-from veca.model import Veca
+from veca.model import Block, Veca
 
 KEEPS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 WORKS = (0.8, 0.7, 0.6, 0.55)
@@ -115,31 +115,52 @@ RULES: dict[str, Rule] = {
     "3-6-9, alone from 11": Rule(returned=1.0, alone=11),
     "5, own returned": Rule((5,), returned=1.0),
 }
-LARGE = tuple(RULES)
-"""Asked at 1024 pixels, too."""
+STEPS = (
+    *[(3, 6, 9), (2, 5, 8), (4, 7, 10), (2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10)],
+    *[(2, 4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10), (2, 3, 4, 5, 6, 7, 8, 9, 10)],
+)
 RULES |= {
     f"{'-'.join(map(str, steps))}, {fall}, {criterion}": Rule(steps, fall, criterion=criterion)
-    for steps in (
-        *[(2, 5, 8), (3, 6, 9), (4, 6, 8), (4, 7, 10)],
-        *[(2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10), (2, 4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10)],
-    )
-    for fall, criterion in [
-        *[("geometric", "normed squares"), ("linear", "normed squares")],
-        *[("1.5", "normed squares"), ("linear", "cos x root"), ("1.5", "cos x root")],
-    ]
+    for steps in STEPS
+    for criterion in ("cos", "normed squares")
+    for fall in ("geometric", "linear", "1.5", "2")
+}
+PAIRS = {
+    "3-6-9": (PAIR, TWO, TWO),
+    "2-4-6-8": (PAIR, TWO, TWO, TWO),
+    "3-5-7-9": (PAIR, TWO, TWO, TWO),
+    "2-4-6-8, late squares": (PAIR, PAIR, TWO, TWO),
+    "3-5-7-9, late squares": (PAIR, PAIR, TWO, TWO),
+    "2-3-5-7-9": (PAIR, TWO, TWO, TWO, TWO),
+    "3-3-6-6-9-9": (PAIR, TWO) * 3,
 }
 RULES |= {
-    "2-4-6-8, pairs first": Rule((2, 4, 6, 8), windows=(PAIR, TWO, TWO, TWO)),
-    "2-4-6-8, linear, pairs first": Rule((2, 4, 6, 8), "linear", (PAIR, TWO, TWO, TWO)),
-    "3-5-7-9, linear, pairs first": Rule((3, 5, 7, 9), "linear", (PAIR, TWO, TWO, TWO)),
-    "2-3-6-9, pairs and squares": Rule((2, 3, 6, 9), "linear", (PAIR, TWO, TWO, TWO)),
-    "3-3-6-6-9-9, pairs and squares": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, TWO) * 3),
-    "3-3-6-6-9-9, both pairs": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, (2, 1)) * 3),
-    "4-6-8, as long": Rule((4, 6, 8), length=True),
-    "4-6-8, own returned": Rule((4, 6, 8), returned=1.0),
-    "4-6-8, not counted": Rule((4, 6, 8), counted=False),
-    "3-5-7-9, not counted": Rule((3, 5, 7, 9), counted=False),
+    f"{name}, {fall}, cos, pairs first": Rule(
+        tuple(int(step) for step in name.split(",")[0].split("-")), fall, windows, "cos"
+    )
+    for name, windows in PAIRS.items()
+    for fall in ("linear", "1.5")
 }
+RULES |= {
+    f"3-5-7-9, linear, {name}": Rule((3, 5, 7, 9), "linear", **changes)
+    for name, changes in {
+        "keys": {"criterion": "keys"},
+        "normed cos": {"criterion": "normed cos"},
+        "worst cos": {"criterion": "worst cos"},
+        "random": {"criterion": "random"},
+        "cos, as long": {"criterion": "cos", "length": True},
+        "cos, half returned": {"criterion": "cos", "returned": 0.5},
+        "cos, own returned": {"criterion": "cos", "returned": 1.0},
+        "cos, not counted": {"criterion": "cos", "counted": False},
+    }.items()
+}
+LARGE = [
+    "3-6-9",
+    *(name for name, rule in RULES.items() if name.startswith("3-6-9, ") and rule.fall != "2"),
+    *(name for name, rule in RULES.items() if rule.fall == "linear" and rule.criterion == "cos"),
+    "3-5-7-9, linear, keys",
+]
+"""Asked at 1024 pixels, too."""
 
 
 def own_rule(config: VecaConfig) -> Rule:
@@ -176,7 +197,7 @@ def _merge(
     window: tuple[int, int],
     target: int,
     rule: Rule,
-    normed: Callable[[Tensor], Tensor],
+    block: Block,
 ) -> Merged:
     (h, w), (a, b) = grid, window
     places = torch.arange(h * w, device=m.x.device).view(h, w)[: h // a * a, : w // b * b]
@@ -184,7 +205,7 @@ def _merge(
     owners = m.owner[:, members]  # [B, W, S]
     inside = _rows(m.x, owners)
     mean = inside.mean(dim=2)
-    score = _score(inside, mean, rule.criterion, normed)
+    score = _score(inside, mean, rule.criterion, block)
     saved = (1 / m.count).gather(1, owners.flatten(1)).view_as(owners).sum(2).round() - 1
     score = score.masked_fill(saved < 1, torch.inf)
     order = score.argsort(dim=1, stable=True)
@@ -213,13 +234,17 @@ def _merge(
     return Merged(x, xy, count, owner, before - _rows(x, owner))
 
 
-def _score(
-    inside: Tensor, mean: Tensor, criterion: str, normed: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _score(inside: Tensor, mean: Tensor, criterion: str, block: Block) -> Tensor:
     """How much a window [B, W, S, D] differs from its mean: [B, W]."""
+    normed = block.norm_attn
     if criterion == "random":
         draws = np.random.default_rng(0).random(mean.shape[1], dtype=np.float32)
         return torch.from_numpy(draws).to(mean.device).expand(mean.shape[0], -1)
+    if criterion in ("keys", "normed cos"):
+        # Of the block that comes next: its keys, or what it reads.
+        inside = normed(inside)
+        inside = block.attn.k(inside) if criterion == "keys" else inside
+        return (1 - F.cosine_similarity(inside, inside.mean(2, keepdim=True), dim=-1)).sum(2)
     if criterion == "squares":
         return (inside - mean.unsqueeze(2)).square().sum(dim=(2, 3))
     if criterion == "normed squares":
@@ -257,7 +282,7 @@ def run(model: Veca, images: Tensor, rule: Rule, keep: float) -> tuple[Tensor, T
         for step, (at, share) in enumerate(steps):
             if at == number:
                 window = rule.windows[step] if rule.windows else TWO if share >= 0.25 else FOUR
-                m = _merge(m, grid, window, round(count * share), rule, block.norm_attn)
+                m = _merge(m, grid, window, round(count * share), rule, block)
         if number == rule.alone and keep < 1:
             m = single._replace(x=m.spread(rule.returned))
         if number > 1:
