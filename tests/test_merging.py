@@ -37,7 +37,7 @@ def merged_in_loops(tokens, xy, groups, grid, side, target):
             members = torch.stack([tokens[group_of[patch]] for patch in window])
             mean = members.mean(dim=0)
             angles = sum(1 - F.cosine_similarity(member, mean, dim=0) for member in members)
-            candidates.append((float(angles * mean.norm()), len(candidates), window, inside, mean))
+            candidates.append((float(angles), len(candidates), window, inside, mean))
     gone, new = set(), []
     for _, _, window, inside, mean in sorted(candidates, key=lambda c: c[:2]):
         if len(groups) - len(gone) + len(new) <= target:

@@ -120,11 +120,11 @@ def merge(
     gone = torch.zeros(batch, count, dtype=torch.bool, device=device)
     gone = gone.scatter(1, token_of, chosen_patch)
     alive = torch.cat([(multiplicity > 0) & ~gone, chosen], dim=1)  # [B, T + W]
-    # Those alive first, in their order; `position` says where each went.
-    behind = alive.logical_not().to(torch.uint8)
-    order = behind.argsort(dim=1, stable=True)
+    # Those alive first, in their order; `position` says where each goes. No sort is needed.
+    ahead = alive.cumsum(dim=1)
     places = torch.arange(alive.shape[1], device=device)
-    position = torch.zeros_like(order).scatter(1, order, places.expand_as(order))
+    position = torch.where(alive, ahead - 1, ahead[:, -1:] + places - ahead)
+    order = torch.zeros_like(position).scatter(1, position, places.expand_as(position))
     order = order[:, torch.arange(target, device=device)]
 
     xy = periphery.xy.expand(batch, -1, -1)
@@ -180,9 +180,11 @@ def _windows(grid: tuple[int, int], side: int, device: torch.device) -> tuple[Te
 def _difference(members: Tensor, mean: Tensor) -> Tensor:
     """How much is lost when windows [B, W, S, D] become their mean [B, W, D]: [B, W].
 
-    The angles between patches and mean count, and more so the longer the mean: between the angles
-    alone and the squared distances, and better than either.
+    One less the cosine of each patch with the mean, summed up: what is left of a patch's length
+    goes through a norm before anything reads it.
     """
     members, mean = members.float(), mean.float()
-    angles = 1 - F.cosine_similarity(members, mean.unsqueeze(2), dim=-1)
-    return angles.sum(dim=2) * mean.norm(dim=-1)
+    tiny = torch.finfo(torch.float32).tiny
+    lengths = members.norm(dim=-1) * mean.norm(dim=-1, keepdim=True)
+    cosines = torch.einsum("bwsd,bwd->bws", members, mean) / lengths.clamp_min(tiny)
+    return (1 - cosines).sum(dim=2)
