@@ -21,7 +21,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from veca._util.extras import find_origin, require
+from veca._util.extras import find_installation, require
 from veca.errors import check_choice
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError, weight_and_bias
@@ -497,7 +497,8 @@ def find_class(architecture: str) -> Any:
     except (ImportError, AttributeError, RuntimeError) as error:
         raise TeacherError(
             f"this transformers ({transformers.__version__}) gives no {architecture} "
-            f"({_first(error)}); upgrade it with: {find_origin().installer} --upgrade transformers"
+            f"({_first(error)}); "
+            f"upgrade it with: {find_installation().installer} --upgrade transformers"
         ) from error
 
 
