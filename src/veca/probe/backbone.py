@@ -91,6 +91,10 @@ class Backbone(ABC):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         """Features of `pixels` [B, 3, H, W], float in 0..1, on `grid`."""
 
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """The global feature of `features` alone, [B, D]: for less, where the network can."""
+        return self.features(pixels, grid).cls
+
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
         """What its features depend on, as JSON types: the key of a cache. None: cannot be told.
@@ -182,13 +186,8 @@ class _OwnBackbone(Backbone):
         )
 
 
-<<<<<<< HEAD
 class ElasticBackbone(_OwnBackbone):
-    """A VECA network at a budget; the first core is the global feature.
-=======
-class VecaBackbone(_OwnBackbone):
     """A VECA network at a budget and a share of tokens; the first core is the global feature.
->>>>>>> faces
 
     `projection` False: features are those that go into the output projection, after the last norm.
     """
@@ -207,20 +206,16 @@ class VecaBackbone(_OwnBackbone):
         projection: bool = True,
     ) -> None:
         super().__init__(model, name, role, projection)
+        self.model: Veca = model.eval()
         self._set(cores, keep, agreement)
 
-<<<<<<< HEAD
-    def at(self, budgets: Iterable[int]) -> list[ElasticBackbone]:
-        """The same network at other budgets; the weights are shared."""
-=======
     def at(
         self,
         budgets: Iterable[int],
         keeps: Sequence[float | str] = (1.0,),
         agreement: float | None = None,
-    ) -> list[VecaBackbone]:
+    ) -> list[ElasticBackbone]:
         """The same network at other budgets, each at other shares; the weights are shared."""
->>>>>>> faces
         rows = []
         for budget in budgets:
             for keep in keeps:
@@ -236,6 +231,18 @@ class VecaBackbone(_OwnBackbone):
     def identity(self) -> dict[str, Any]:
         # Of all tokens nothing is said, so that what 0.1 computed is found again.
         return {**super().identity(), "cores": self.cores, **dial(self.keep, self.agreement)}
+
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        with torch.inference_mode():
+            out = self.model.cores_only(
+                images,
+                self.cores,
+                first=1,
+                projection=self.projection,
+                **dial(self.keep, self.agreement),
+            )
+        return out.cls.float()
 
     def compute(self, size: Grid, cell: int) -> Compute:
         if AUTO in (self.cores, self.keep):
@@ -373,12 +380,7 @@ def as_backbone(
     if isinstance(network, Backbone):
         return network
     if isinstance(network, Veca):
-<<<<<<< HEAD
-        return ElasticBackbone(network, cores, name=name or "veca", role=role or STUDENT)
-    if cores is not None:
-        raise ProbeError(f"{type(network).__name__} has no cores; leave out the budget.")
-=======
-        return VecaBackbone(
+        return ElasticBackbone(
             network,
             cores,
             keep=keep,
@@ -390,7 +392,6 @@ def as_backbone(
         raise ProbeError(
             f"{type(network).__name__} has no cores and merges nothing; leave out cores and keep."
         )
->>>>>>> faces
     if isinstance(network, DenseVit):
         return DenseBackbone(network, name=name or "dense", role=role or BASELINE)
     if isinstance(network, nn.Module) and hasattr(network, "grid_for"):
@@ -407,15 +408,24 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
     return tuple(max(1, (2 * x + side) // (2 * side)) for x in size)  # type: ignore[return-value]
 
 
-def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
-    """`backbone.features`, with an error in plain words for the usual failures."""
+def guarded_features(
+    backbone: Backbone, pixels: Tensor, grid: Grid, *, cls_only: bool = False
+) -> Features:
+    """`backbone.features`, with an error in plain words for the usual failures.
+
+    With `cls_only` no patches are computed: there are 0 of them.
+    """
     number, _, height, width = pixels.shape
     with explained_out_of_memory(
         f"out of memory: {backbone.label} on {count(number, 'image')} of {height} x {width} "
         "pixels; use a smaller --batch-size or --size.",
         ProbeError,
     ):
-        out = backbone.features(pixels, grid)
+        if cls_only:
+            cls = backbone.cls(pixels, grid)
+            out = Features(cls, cls.new_empty(len(cls), 0, cls.shape[1]), grid)
+        else:
+            out = backbone.features(pixels, grid)
     if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
         raise ProbeError(
             f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "
