@@ -273,9 +273,11 @@ class Block(nn.Module):
         rows: int | None = None,
     ) -> Tensor:
         """`rows`: the first cores alone come out, so many of them; the others are only seen."""
-        seen, tables = self.norm_attn(x), (core_rotation, patch_rotation)
-        x = x if rows is None else x[:, :rows]
-        x = x + self.attn(seen, num_cores, *tables, backend, multiplicity, rows)
+        tables = core_rotation, patch_rotation
+        # In one expression: what the norm gives is freed before the feed-forward needs room.
+        x = (x if rows is None else x[:, :rows]) + self.attn(
+            self.norm_attn(x), num_cores, *tables, backend, multiplicity, rows
+        )
         return x + self.ffn(self.norm_ffn(x))
 
 
