@@ -37,6 +37,7 @@ from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
 from veca.config import VecaConfig
+from veca.merging import SMOOTHING
 from veca.model import Block, Veca
 
 KEEPS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -249,7 +250,7 @@ NEW = [name for name in RULES if name in LARGE or ", cos" in name]
 
 def own_rule(config: VecaConfig) -> Rule:
     """What the package does with `keep`."""
-    return Rule(config.merge_blocks, criterion="cos")
+    return Rule(config.merge_blocks, "linear", criterion="cos", length=True, smooth=SMOOTHING)
 
 
 class Merged(NamedTuple):

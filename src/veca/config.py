@@ -222,8 +222,8 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     return red, green, blue
 
 
-MERGE_BEFORE = (2 / 12, 5 / 12, 8 / 12)
-"""Shares of the depth that have run when windows of patches merge: of 12 blocks, 2, 5 and 8."""
+MERGE_BEFORE = (2 / 12, 4 / 12, 6 / 12, 8 / 12)
+"""Shares of the depth that have run when windows of patches merge: of 12 blocks 2, 4, 6 and 8."""
 
 EXTRA_TOKENS = 5
 """Of a dense ViT, beside its patches: CLS and four registers."""

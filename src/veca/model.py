@@ -389,10 +389,9 @@ class Veca(FeatureModel, nn.Module):
         self, images: Tensor, cores: int | None = None, keep: float | None = None
     ) -> VecaOutput:
         """The same before the output projection: after the last norm, as wide as the network."""
-        raw = self.forward_intermediates(
-            images, cores, (self.config.depth,), norm=False, keep=keep
-        )[0]
-        return raw._replace(cores=self.norm(raw.cores), patches=self.norm(raw.patches))
+        for layer in self.walk(images, cores, keep=keep):
+            last = layer
+        return self.output(last, project=False)
 
     def cores_only(
         self,
@@ -621,12 +620,16 @@ class Veca(FeatureModel, nn.Module):
                 x = block(x, budget, core_rotation, patch_rotation, self.backend, seen, few)
             yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid, periphery)
 
-    def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
-        """What comes out after a layer: through the final norm and output projection, or raw."""
-        x = self.project(self.norm(layer.tokens)) if norm else layer.tokens
+    def output(self, layer: LayerState, norm: bool = True, project: bool = True) -> VecaOutput:
+        """What comes out after a layer: through the final norm and output projection, or raw.
+
+        Without `project` through the norm alone, where there is one.
+        """
+        x = self.norm(layer.tokens) if norm else layer.tokens
+        x = self.project(x) if norm and project else x
         budget = layer.core_xy.shape[1]
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        patches = layer.periphery.spread(x[:, budget:])
+        patches = layer.periphery.spread(x[:, budget:], layer.grid)
         return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
 
 
