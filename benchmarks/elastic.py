@@ -40,7 +40,7 @@ from veca.images import EXTENSIONS
 from veca.model import Block, Veca
 
 SIZES = (512, 1024)
-KEEPS = (0.7, 0.6, 0.5, 0.42, 0.35, 0.25)
+KEEPS = (0.7, 0.6, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 CORES = (8, 16, 32)
 SMALLER = (7 / 8, 3 / 4, 5 / 8, 1 / 2)
 PLAIN = "plain walk"

@@ -37,7 +37,7 @@ from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
 from veca.config import VecaConfig
-from veca.merging import SMOOTHING
+from veca.merging import Periphery
 from veca.model import Block, Veca
 
 KEEPS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -70,8 +70,9 @@ class Rule(NamedTuple):
     """The block before which patches stand alone again; 0 is none."""
     length: bool = False
     """A window's token is as long as its patches on average, instead of their mean."""
-    smooth: float = 0.0
-    """How far merged patches go, in the end, to the mean of the 3 x 3 patches around them."""
+    smooth: float | str = 0.0
+    """How far merged patches go, in the end, to the mean of the 3 x 3 patches around them;
+    "bilinear": windows of 2 x 2 are enlarged."""
 
     def shares(self, keep: float) -> list[float]:
         parts = [step / len(self.steps) for step in range(1, len(self.steps) + 1)]
@@ -191,6 +192,7 @@ RULES |= {
         "smoothed .25": {"smooth": 0.25},
         "smoothed .75": {"smooth": 0.75},
         "smoothed 1": {"smooth": 1.0},
+        "bilinear": {"smooth": "bilinear"},
         "mean": {"length": False},
         "own returned": {"returned": 1.0},
         "half returned": {"returned": 0.5},
@@ -213,6 +215,7 @@ RULES |= {
         "smoothed .25": {"smooth": 0.25},
         "smoothed .75": {"smooth": 0.75},
         "smoothed 1": {"smooth": 1.0},
+        "bilinear": {"smooth": "bilinear"},
         "not smoothed": {"smooth": 0.0},
         "mean": {"length": False},
         "geometric": {"fall": "geometric"},
@@ -250,7 +253,7 @@ NEW = [name for name in RULES if name in LARGE or ", cos" in name]
 
 def own_rule(config: VecaConfig) -> Rule:
     """What the package does with `keep`."""
-    return Rule(config.merge_blocks, "linear", criterion="cos", length=True, smooth=SMOOTHING)
+    return Rule(config.merge_blocks, "linear", criterion="cos", length=True, smooth="bilinear")
 
 
 class Merged(NamedTuple):
@@ -426,8 +429,12 @@ def run(model: Veca, images: Tensor, rule: Rule, keep: float) -> tuple[Tensor, T
     return ends[0], ends[1], left
 
 
-def _smoothed(patches: Tensor, grid: tuple[int, int], merged: Tensor, share: float) -> Tensor:
+def _smoothed(patches: Tensor, grid: tuple[int, int], merged: Tensor, share: float | str) -> Tensor:
     """[B, N, D] with merged patches nearer to what is around them."""
+    if isinstance(share, str):
+        places = torch.arange(patches.shape[1], device=patches.device).expand_as(merged)
+        periphery = Periphery(patches[..., :2], 1 + merged.float(), places)
+        return periphery.spread(patches, grid)
     maps = patches.transpose(1, 2).unflatten(2, grid)
     around = F.avg_pool2d(maps, 3, 1, padding=1, count_include_pad=False)
     around = around.flatten(2).transpose(1, 2)

@@ -95,7 +95,7 @@ def test_a_plan_falls_in_equal_parts_and_knows_what_cannot_merge():
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-def test_patches_that_share_a_token_are_smoothed_and_others_are_not(grid):
+def test_patches_that_share_a_token_are_enlarged_and_others_are_not(grid):
     torch.manual_seed(2)
     height, width = grid
     patches = height * width
@@ -111,8 +111,10 @@ def test_patches_that_share_a_token_are_smoothed_and_others_are_not(grid):
                 token = periphery.token_of[image, y * width + x]
                 expected = plain[y, x]
                 if periphery.multiplicity[image, token] > 1:
-                    near = plain[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2].flatten(0, 1)
-                    expected = (expected + near.mean(dim=0)) / 2
+                    up = min(max(y + (1 if y % 2 else -1), 0), height - 1)
+                    aside = min(max(x + (1 if x % 2 else -1), 0), width - 1)
+                    expected = (9 * plain[y, x] + 3 * plain[up, x] + 3 * plain[y, aside]) / 16
+                    expected = expected + plain[up, aside] / 16
                 torch.testing.assert_close(got[image, y, x], expected)
 
 

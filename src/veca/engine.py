@@ -229,11 +229,11 @@ class InferenceEngine(FeatureModel):
                 periphery.multiplicity,
                 rows if number == len(self.blocks) else None,
             )
-        x = self._finish(x, delta, self.norm, self.project, c.norm_eps)
         if not merges or rows is not None:
-            return x, raw
-        patches = periphery.spread(x[:, budget:], grid)
-        return torch.cat([x[:, :budget], patches], dim=1), raw
+            return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
+        x = self._finish(x, delta, self.norm, None, c.norm_eps)
+        x = torch.cat([x[:, :budget], periphery.spread(x[:, budget:], grid)], dim=1)
+        return x if self.project is None else F.linear(x, *self.project), raw
 
 
 class PreparedShape:

@@ -21,10 +21,6 @@ LEAST_KEEP = 0.2
 """The smallest share of patch tokens that may go on."""
 
 
-SMOOTHING = 0.5
-"""How far patches that share a token go to the mean of the 3 x 3 patches around them."""
-
-
 class Periphery(NamedTuple):
     """Which token stands for which patches."""
 
@@ -38,17 +34,24 @@ class Periphery(NamedTuple):
     def spread(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """What each patch takes from its token: [B, T, D] -> [B, N, D].
 
-        Features change gently from patch to patch, but those of one token are all the same: they
-        are smoothed, which brings them nearer to what they would have been. Others stay.
+        Features change gently from patch to patch, but those of one token are all the same. They
+        are enlarged bilinearly instead, as if each window of 2 x 2 were one large patch.
         """
         if self.token_of is None or self.multiplicity is None:
             return tokens
-        patches = take(tokens, self.token_of)
         shared = self.multiplicity.gather(1, self.token_of) > 1
-        maps = patches.transpose(1, 2).unflatten(2, grid)
-        around = F.avg_pool2d(maps, 3, 1, padding=1, count_include_pad=False)
-        around = around.flatten(2).transpose(1, 2)
-        return torch.where(shared.unsqueeze(-1), patches.lerp(around, SMOOTHING), patches)
+        patches = take(tokens, self.token_of)
+        maps = patches.unflatten(1, grid)
+        rows, columns = (_outwards(count, tokens.device) for count in grid)
+        smooth = maps.lerp(maps[:, rows], 0.25)
+        smooth = smooth.lerp(smooth[:, :, columns], 0.25)
+        return torch.where(shared.unsqueeze(-1), smooth.flatten(1, 2), patches)
+
+
+def _outwards(count: int, device: torch.device) -> Tensor:
+    """Of each row (or column) the next one that is not in its window of two: 0, 2, 1, 4, 3, ..."""
+    places = torch.arange(count, device=device)
+    return (places + places % 2 * 2 - 1).clamp(0, count - 1)
 
 
 def merge_plan(

@@ -626,11 +626,13 @@ class Veca(FeatureModel, nn.Module):
         Without `project` through the norm alone, where there is one.
         """
         x = self.norm(layer.tokens) if norm else layer.tokens
-        x = self.project(x) if norm and project else x
         budget = layer.core_xy.shape[1]
+        if layer.periphery.token_of is not None:
+            patches = layer.periphery.spread(x[:, budget:], layer.grid)
+            x = torch.cat([x[:, :budget], patches], dim=1)
+        x = self.project(x) if norm and project else x
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        patches = layer.periphery.spread(x[:, budget:], layer.grid)
-        return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
+        return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
 
 
 def _unpacked(
