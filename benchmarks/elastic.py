@@ -9,7 +9,8 @@ float32 on one core, in turns, as the median of the ratios. Features of smaller 
 bilinearly. "plain walk" is the network as in 0.1, without a line about merging. Photos are squares
 of at least the size, which choose nothing; `python -m research.elastic photos` makes such folders.
 A quarter of an hour of one core. `--only` measures a part, `--agreement` on a GPU takes the cosines
-and `--times` the times; each row says where both came from. Writes results/elastic.csv.
+and `--times` the times, `--join` brings the two files together; each row says where both came from.
+Writes results/elastic.csv.
 
 `--gpu`: the compiled engine of ViT-B size, fresh weights, bfloat16, beside a dense ViT of its width
 with FlashAttention, both as CUDA graphs, in turns. Writes results/elastic_gpu.csv.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -32,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import veca
 from benchmarks.common import capture, print_table, time_side_by_side, write_csv
-from benchmarks.rows import RESULTS, read_csv
+from benchmarks.rows import RESULTS, read_csv, write_rows
 from veca import rope
 from veca.bench import BenchPlan, machine, take_turns
 from veca.dense import DenseVit
@@ -164,7 +165,7 @@ def times(
     return dict(zip(asked, take_turns(calls, plan).values(), strict=True))
 
 
-def ahead(row: dict[str, object], rows: Sequence[dict[str, object]]) -> bool:
+def ahead(row: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> bool:
     """Whether no (cores, size) point that takes as long, or less, agrees as well in either."""
     others = [r for r in rows if r["point"] not in ("full", PLAIN, "keep")]
     return all(
@@ -174,7 +175,7 @@ def ahead(row: dict[str, object], rows: Sequence[dict[str, object]]) -> bool:
     )
 
 
-def _of(row: dict[str, object], name: str) -> float:
+def _of(row: Mapping[str, object], name: str) -> float:
     return float(cast(float, row[name]))
 
 
@@ -222,8 +223,26 @@ def measured(
     complete = all(row[part] != "" for row in rows for part in ("cls", "time"))
     for row in rows:
         asked = complete and row["point"] == "keep"
-        row["ahead"] = ("yes" if ahead(row, rows) else "no") if asked else ""
+        row["ahead"] = _said(row, rows) if asked else ""
     return rows
+
+
+def joined(files: Sequence[Path]) -> list[dict[str, str]]:
+    """Rows with times of one file and cosines of another."""
+    ours, theirs = (read_csv(file) for file in files)
+    found = {identity(row): row for row in theirs}
+    rows = []
+    for row in ours:
+        other = found[identity(row)]
+        rows.append({name: row[name] or other.get(name, "") for name in row})
+    for row in rows:
+        same = [r for r in rows if r["set"] == row["set"]]
+        row["ahead"] = _said(row, same) if row["point"] == "keep" else ""
+    return rows
+
+
+def _said(row: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> str:
+    return "yes" if ahead(row, rows) else "no"
 
 
 def identity(row: dict[str, Any]) -> str:
@@ -278,6 +297,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     part.add_argument("--agreement", action="store_true", help="cosines alone; times stay")
     part.add_argument("--times", action="store_true", help="times alone; cosines stay")
     parser.add_argument("--device", default="cpu", help="for the cosines")
+    parser.add_argument("--join", type=Path, nargs=2, metavar="FILE", help="of times, of cosines")
     parser.add_argument("--gpu", action="store_true", help="times of the engine on this GPU")
     parser.add_argument("--preset", default="base", help="with --gpu")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -286,6 +306,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.gpu:
         on_gpu(options)
+        return 0
+    if options.join:
+        write_rows(options.out / "elastic.csv", joined(options.join))
         return 0
     torch.set_num_threads(1)
     path = options.out / "elastic.csv"

@@ -78,16 +78,19 @@ def test_a_small_race_on_this_cpu(tmp_path, capsys):
 
 def test_merging_beside_fewer_cores_and_smaller_images(tmp_path, monkeypatch):
     monkeypatch.setattr(elastic, "SIZES", (128, 1024))
-    words = ["elastic", "--photos", str(PHOTOS), "--weights", "tiny", "--out", str(tmp_path)]
-    assert main([*words, "--agreement", "--limit", "2"]) == 0
-    agreed = {row["point"]: row for row in read_csv(tmp_path / "elastic.csv")}
+    words = ["elastic", "--photos", str(PHOTOS), "--weights", "tiny"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main([*words, "--agreement", "--limit", "2", "--out", str(first)]) == 0
+    agreed = {row["point"]: row for row in read_csv(first / "elastic.csv")}
     assert float(agreed[elastic.PLAIN]["cls"]) == pytest.approx(1, abs=1e-5)
     assert float(agreed[elastic.PLAIN]["patches"]) == pytest.approx(1, abs=1e-5)
     for point in ("keep", "cores", "size", "cores and size"):
         assert float(agreed[point]["cls"]) < 0.9999 > float(agreed[point]["patches"])
     assert {row["ahead"] for row in agreed.values()} == {""}  # not before times are there
 
-    assert main([*words, "--times", "--timed", "1"]) == 0
+    assert main([*words, "--times", "--timed", "1", "--out", str(second)]) == 0
+    files = [str(folder / "elastic.csv") for folder in (second, first)]
+    assert main(["elastic", "--join", *files, "--out", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / "elastic.csv")
     assert len(rows) == len(elastic.points(128))
     assert all(row["cls"] and float(row["time"]) > 0 for row in rows)
