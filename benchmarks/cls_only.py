@@ -2,7 +2,7 @@
 
     python -m benchmarks cls_only
 
-For each of `--weights`, a folder of made JPEG files is embedded into Parquet shards again and again,
+For each of `--weights`, a folder of made JPEG files is embedded into Parquet again and again,
 in one process on `--threads` threads, decoding included: as it is, and as before, when the whole
 network ran and the patches were thrown away. The two take turns; images/s are medians, the ratio is
 the median of the rounds' ratios. The vectors are written as float32 and compared. Writes

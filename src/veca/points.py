@@ -17,6 +17,8 @@ from veca._util.files import atomic_write_json, check_fields, read_json
 from veca.config import AUTO
 from veca.errors import ConfigError, VecaWarning
 
+__all__ = ["OperatingPoint", "machine_name", "read_point"]
+
 FORMAT = "veca-point-1"
 PRECISIONS = ("float32", "bfloat16", "float16")
 _FIELDS: dict[str, Any] = {
@@ -109,7 +111,7 @@ def _promise(table: Mapping[str, Any]) -> Any:
 
 def machine_name(device: object = "cpu") -> str:
     """What points are bound to: the GPU, or the processor and how many there are."""
-    from veca.bench.report import machine
+    from veca._util.machine import machine
 
     about = machine(str(device))
     return about.gpu or f"{about.cpu}, {about.cpu_count} CPUs"

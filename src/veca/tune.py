@@ -36,6 +36,8 @@ from veca.images import check_size, preprocess
 from veca.model import Veca, evaluating
 from veca.points import OperatingPoint, machine_name
 
+__all__ = ["Candidate", "Measured", "Tuning", "Wish", "plot", "tune"]
+
 SIZES = (256, 384, 512)
 KEEPS = (1.0, 0.7, 0.5, 0.35)
 TUNED_PRECISIONS = ("float32", "bfloat16")
