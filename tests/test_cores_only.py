@@ -126,3 +126,19 @@ def test_probes_of_cls_alone_run_no_patches(model, monkeypatch, projection: bool
     monkeypatch.setattr(Veca, "forward", None)
     monkeypatch.setattr(Veca, "tokens", None)
     torch.testing.assert_close(backbone.cls(pixels, (4, 6)), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("keep", [None, 0.5])
+def test_the_engine_records_the_cores_alone(keep) -> None:
+    torch.manual_seed(0)
+    model = veca.create_model(CONFIG.replace(width=64)).eval().cuda()
+    engine = compile_for_inference(model, dtype=torch.float32, check_pixels=True)
+    for images in (IMAGES.cuda(), IMAGES.flip(0).cuda()):  # recorded, then replayed
+        with torch.no_grad():
+            whole = model(images, 5, keep)
+        for first in (1, None):
+            found = engine.cores_only(images, 5, keep, first=first)
+            wanted = whole.cores[:, : found.cores.shape[1]]
+            torch.testing.assert_close(found.cores, wanted, atol=2e-3, rtol=2e-3)
