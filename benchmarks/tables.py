@@ -206,22 +206,18 @@ def export_speed(rows: Rows) -> str:
 
 
 def finetune(rows: Rows) -> str:
-    columns = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
-    probes = {r["probe"]: r for r in rows if r["cores"] == "64"}
-    knn, linear = (probes[f"pets-{name}"] for name in ("knn", "linear"))
-    lines = [["all", knn["size"], "64", _percent(knn["top1"]), _percent(linear["top1"]), ""]]
-    for kind in ("", "-long"):
-        path = RESULTS / "finetune" / f"classification{kind}-nested.json"
-        early = json.loads(path.read_text(encoding="utf-8"))
-        settings = early["settings"]
-        name = f"all, from a fresh head, {settings['steps']} steps at {settings['lr']:g}"
-        lines.append([name, str(settings["size"]), "64", "", "", _percent(early["scores"]["64"])])
-    if (RESULTS / "finetune.csv").is_file():
-        lines += [
-            [r["train images"], r["size"], r["cores"], *(_percent(r.get(name)) for name in columns)]
-            for r in read("finetune")
+    sets = {"oxford-pets": "Pets breeds, top-1", "camvid": "CamVid, mIoU"}
+    stages = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
+    lines = [
+        [
+            sets[r["dataset"]],
+            *(r[name] for name in ("train images", "test images", "size", "steps", "cores")),
+            *(_percent(r[name]) for name in stages),
         ]
-    return table(["training photos", "pixels", "cores", *columns], lines)
+        for r in rows
+    ]
+    header = ["", "training images", "test images", "pixels", "steps", "cores", *stages]
+    return table(header, lines)
 
 
 def _percent(share: str | float | None) -> str:
@@ -238,7 +234,7 @@ TABLES: dict[str, Table] = {
     "cpu": ("cpu", cpu),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
-    "finetune": ("probes/shipped/tiny", finetune),
+    "finetune": ("finetune", finetune),
     "weights": ("probes/shipped", scores.weights),
     "dials": ("cpu", scores.dials),
     "probes": ("probes/shipped", scores.probes),
