@@ -3,10 +3,11 @@
     python -m benchmarks finetune --dataset oxford-pets --data oxford-pets
     python -m benchmarks finetune --dataset camvid --data camvid --size 192 --batch 8
 
-Oxford-IIIT Pet: breeds as class folders (links, made for the run), the first images of each breed in
-the official training list to train on, the first of the test list to score. CamVid: its training
-and test frames with their masks. It runs examples/finetune.py on them with that file's own defaults,
-but for the options given here, and writes results/finetune.csv, a row a budget. Minutes on a CPU.
+Oxford-IIIT Pet: breeds as class folders (links, made for the run), the first images of each breed
+in the official training list to train on, the first of the test list to score. CamVid: its training
+and test frames with their masks. It runs examples/finetune.py on them with that file's own
+defaults, but for the options given here, and writes results/finetune.csv, a row a budget. Minutes
+on a CPU.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def frames_and_masks(data: Path, split: str, out: Path) -> None:
     """Links to the frames of a split, and its masks with 255 where the example expects it."""
     for name in ("images", "masks"):
         (out / name).mkdir(parents=True)
-    for frame in sorted((data / split).glob("*.png")):
+    for frame in sorted((data / split).iterdir()):
+        name = f"{frame.stem}.png"
         (out / "images" / frame.name).symlink_to(frame.resolve())
-        mask = np.array(Image.open(data / f"{split}annot" / frame.name))
-        Image.fromarray(np.where(mask == _CAMVID_VOID, 255, mask).astype(np.uint8)).save(
-            out / "masks" / frame.name
-        )
+        mask = np.array(Image.open(data / f"{split}annot" / name))
+        mask[mask == _CAMVID_VOID] = 255
+        Image.fromarray(mask).save(out / "masks" / name)

@@ -9,13 +9,12 @@ stands between them is written here and nowhere else. The tests check that nothi
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks import scores
-from benchmarks.rows import RESULTS, ROOT, Rows, number, read, table
+from benchmarks.rows import ROOT, Rows, number, read, table
 from veca._util.files import atomic_write_text
 
 DOCUMENTS = (
