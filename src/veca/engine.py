@@ -236,7 +236,7 @@ class InferenceEngine(FeatureModel):
 
 
 class PreparedShape:
-    """What is prepared for one (batch, grid, budget, keep), and how many cores come out alone."""
+    """Everything prepared for one (batch, grid, budget, keep, cores that come out alone)."""
 
     def __init__(
         self,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,6 +20,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from veca._util.broken_torchvision import hide_broken_torchvision
 from veca._util.extras import find_installation, require
 from veca.errors import check_choice
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
@@ -504,28 +504,9 @@ def find_class(architecture: str) -> Any:
 
 def require_transformers() -> Any:
     """The package, or an error that names the extra."""
-    _hide_broken_torchvision()
-    return require("transformers", "this teacher")
-
-
-def _hide_broken_torchvision() -> None:
-    """Keep a torchvision that cannot be imported from breaking `transformers`.
-
-    It only looks whether the package is there, and then imports it; nothing used here needs it.
-    """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-        return
-    except Exception:
-        sys.modules["torchvision"] = cast(Any, None)  # import and find_spec now say "not there"
-    # `transformers` remembers what it found; make it look again if it has looked already.
-    known = sys.modules.get("transformers.utils.import_utils")
-    for name in ("_is_package_available", "is_torchvision_available"):
-        clear = getattr(getattr(known, name, None), "cache_clear", None)
-        if clear is not None:
-            clear()
+    library = require("transformers", "this teacher")
+    hide_broken_torchvision()
+    return library
 
 
 @contextlib.contextmanager
