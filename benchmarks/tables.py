@@ -9,13 +9,12 @@ stands between them is written here and nowhere else. The tests check that nothi
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks import scores
-from benchmarks.rows import RESULTS, ROOT, Rows, number, read, table
+from benchmarks.rows import ROOT, Rows, number, read, table
 from veca._util.files import atomic_write_text
 
 DOCUMENTS = (
@@ -239,22 +238,18 @@ def export_speed(rows: Rows) -> str:
 
 
 def finetune(rows: Rows) -> str:
-    columns = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
-    probes = {r["probe"]: r for r in rows if r["cores"] == "64"}
-    knn, linear = (probes[f"pets-{name}"] for name in ("knn", "linear"))
-    lines = [["all", knn["size"], "64", _percent(knn["top1"]), _percent(linear["top1"]), ""]]
-    for kind in ("", "-long"):
-        path = RESULTS / "finetune" / f"classification{kind}-nested.json"
-        early = json.loads(path.read_text(encoding="utf-8"))
-        settings = early["settings"]
-        name = f"all, from a fresh head, {settings['steps']} steps at {settings['lr']:g}"
-        lines.append([name, str(settings["size"]), "64", "", "", _percent(early["scores"]["64"])])
-    if (RESULTS / "finetune.csv").is_file():
-        lines += [
-            [r["train images"], r["size"], r["cores"], *(_percent(r.get(name)) for name in columns)]
-            for r in read("finetune")
+    sets = {"oxford-pets": "Pets breeds, top-1", "camvid": "CamVid, mIoU"}
+    stages = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
+    lines = [
+        [
+            sets[r["dataset"]],
+            *(r[name] for name in ("train images", "test images", "size", "steps", "cores")),
+            *(_percent(r[name]) for name in stages),
         ]
-    return table(["training photos", "pixels", "cores", *columns], lines)
+        for r in rows
+    ]
+    header = ["", "training images", "test images", "pixels", "steps", "cores", *stages]
+    return table(header, lines)
 
 
 def _percent(share: str | float | None) -> str:
@@ -273,7 +268,7 @@ TABLES: dict[str, Table] = {
     "elastic-gpu": ("elastic_gpu", elastic_gpu),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
-    "finetune": ("probes/shipped/tiny", finetune),
+    "finetune": ("finetune", finetune),
     "weights": ("probes/shipped", scores.weights),
     "dials": ("cpu", scores.dials),
     "probes": ("probes/shipped", scores.probes),

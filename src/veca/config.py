@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from veca.errors import ConfigError, check_choice, shown, suggest
 
@@ -15,7 +15,7 @@ _MOST = 2**31 - 1
 _MOST_BLOCKS = 10_000
 """More than any network has, and few enough to be counted one by one."""
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 """In place of a budget or a share of tokens: as the content of the images asks for."""
 DEFAULT_SIZE = 512
 """Pixels: the short side that images are scaled to wherever no size is asked for, and both sides

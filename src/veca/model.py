@@ -381,9 +381,16 @@ class Veca(FeatureModel, nn.Module):
             keep: the share of patch tokens that go on after merging, 0.2..1, by default all: the
                 network as published. The features cover the whole grid all the same.
         """
+        cores, keep = self._at_point(cores, keep)
         for layer in self.walk(images, cores, keep=keep):
             last = layer
         return self.output(last)
+
+    def _at_point(self, cores: int | None, keep: float | None) -> tuple[int | None, float | None]:
+        """What a call asks for: where it says neither, what the model's point says."""
+        if cores is None and keep is None and self.point is not None:
+            return self.point.cores, self.point.keep  # type: ignore[return-value]
+        return cores, keep
 
     def tokens(
         self, images: Tensor, cores: int | None = None, keep: float | None = None
@@ -412,6 +419,7 @@ class Veca(FeatureModel, nn.Module):
             first: how many of the cores are wanted, 1..C, by default all of them.
             projection: False: before the output projection, as wide as the network.
         """
+        cores, keep = self._at_point(cores, keep)
         rows = check_first(first, check_budget(cores, self.config.num_cores))
         for layer in self.walk(images, cores, keep=keep, rows=rows):
             last = layer
