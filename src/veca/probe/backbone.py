@@ -31,6 +31,7 @@ from veca.errors import ProbeError
 from veca.images import normalize
 from veca.model import Veca
 from veca.probe.protocol import Extract
+from veca.probe.record import label_of
 from veca.weights.names import public_name
 from veca.weights.tensors import content_hash
 
@@ -405,16 +406,6 @@ def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features
             "usable."
         )
     return out
-
-
-def label_of(
-    name: str, cores: int | None, keep: float | str | None, agreement: float | None = None
-) -> str:
-    """How a row is called: its name, and what of its dials says something."""
-    parts = [name] if cores is None else [name, f"C={cores}"]
-    if keep not in (None, 1):
-        parts.append(f"K={keep}" if agreement is None else f"K={keep} {agreement}")
-    return " ".join(parts)
 
 
 def _named_features(projection: bool) -> dict[str, str]:
