@@ -80,7 +80,7 @@ def test_keeping_fewer_tokens_changes_pictures_and_numbers(handlers):
         assert (_pixels(merged, name) != _pixels(seen, name)).any(), name
     assert "VECA, 4 cores, keep 0.35" in merged["numbers"]["value"]
     assert "keep" not in seen["numbers"]["value"]
-    assert seen["merged"]["label"] == "24 of 24 patch tokens go on"
+    assert seen["merged"]["label"] == "16 of 16 patch tokens go on"
     assert (_pixels(seen, "merged") == _pixels(seen, "photo")).all()
     back = handlers.redraw(seen["visit"], SET)
     for name in PICTURES:

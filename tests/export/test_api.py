@@ -142,6 +142,7 @@ def test_what_passes_where_windows_merge():
 
 
 def test_other_windows_are_counted(tiny):
+    tiny.requires_grad_(False)
     images = torch.randn(2, 3, 64, 96)
 
     def run(images, cores):
