@@ -56,6 +56,13 @@ def check_keep(keep: float | str | None) -> float:
     return float(number)
 
 
+def fixed_keep(keep: float | str | None, why: str) -> float:
+    """A share that is a number: where "auto" will not do, for the reason `why`."""
+    if keep == AUTO:
+        raise InputError(f"{why}: keep must be a number from {LEAST_KEEP} to 1, got {keep!r}.")
+    return float(check_keep(keep))
+
+
 def read_keep(text: str) -> float | str:
     """A share as it is typed: a number, or "auto", which goes on as it is."""
     if text.strip() == AUTO:

@@ -77,7 +77,7 @@ def cost(
     size: int | tuple[int, int] = DEFAULT_SIZE,
     cores: int | None = None,
     *,
-    keep: float | None = None,
+    keep: float | str | None = None,
     bytes_per_number: int = 4,
 ) -> Cost:
     """The cost of one image of `size` pixels (a side, or height and width) at a budget.
@@ -89,7 +89,7 @@ def cost(
     0.299...
     """
     # These need torch, which counting does not.
-    from veca.checks import check_budget, check_keep
+    from veca.checks import check_budget, fixed_keep
     from veca.merging import tokens_by_block
 
     config = model if isinstance(model, VecaConfig) else preset(model)
@@ -97,7 +97,7 @@ def cost(
     height, width = _check_size(size, config.patch_size)
     grid = (height // config.patch_size, width // config.patch_size)
     patches = grid[0] * grid[1]
-    share = check_keep(keep)
+    share = fixed_keep(keep, "what an image costs is counted for a share")
     layers = tokens_by_block(config.depth, config.merge_blocks, share, grid)
     return Cost(
         config,

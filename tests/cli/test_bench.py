@@ -46,6 +46,16 @@ def test_table_csv_and_plot(run, weights, tmp_path, capsys):
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.csv", "bench.png"]
 
 
+def test_shares_of_tokens_take_turns_too(run, weights, tmp_path, capsys):
+    run(weights, *QUICK, "--cores=8", "--keep", "0.4,1", "--no-dense", "--out", tmp_path / "b")
+    assert "veca, 8 cores, keep 0.4" in " ".join(capsys.readouterr().out.split())
+    with (tmp_path / "b" / "bench.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["size"], r["keep"]) for r in rows] == [
+        ("32", "0.4"), ("32", "1"), ("64", "0.4"), ("64", "1"),
+    ]  # fmt: skip
+
+
 def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run(weights, *QUICK, "--no-dense", "--out", tmp_path / "b")
@@ -62,6 +72,11 @@ def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, mo
         (("tiny", "--cores", "65"), InputError, "cores"),
         (("tiny", "--dtype", "float8"), InputError, "'float8'"),
         (("tiny", "--device", "abacus"), InputError, "abacus"),
+        (("tiny", "--keep", "0"), InputError, "keep"),
+        (("tiny", "--keep", "0.5,1.5"), InputError, "keep"),
+        (("tiny", "--keep", "half"), InputError, "keep"),
+        (("tiny", "--keep", "nan"), InputError, "keep"),
+        (("tiny", "--keep", "auto"), InputError, "keep"),
     ],
 )
 def test_bad_input(run, tmp_path, args, error, noun):

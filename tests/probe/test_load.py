@@ -7,12 +7,12 @@ import torch
 
 import veca
 from probe import sets
+from veca.cli.common import parse_keeps
 from veca.errors import InputError
 from veca.probe import (
     check_data,
     load_backbones,
     parse_budgets,
-    parse_keeps,
     parse_options,
     probe_budgets,
 )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -274,8 +274,8 @@ def _size(seen: Look) -> tuple[int, int]:
 
 def photo_cost(seen: Look, cores: int) -> Cost:
     """Interactions and FLOPs of this photo at a budget, beside the dense ViT's."""
-    keep = cast("float", seen.view.keep)  # of a slider, which has no "auto"
-    return cost(seen.view.model.config, _size(seen), budget_of(seen, cores), keep=keep)
+    view = seen.view
+    return cost(view.model.config, _size(seen), budget_of(seen, cores), keep=view.keep)
 
 
 def costs_table(seen: Look, cores: int, times: Times) -> str:

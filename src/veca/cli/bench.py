@@ -12,6 +12,7 @@ from veca.cli.common import (
     Device,
     Threads,
     console,
+    parse_keeps,
     parse_numbers,
     pick_device,
     writable_folder,
@@ -34,6 +35,13 @@ def bench(
     ] = "256,512,1024,2048",
     cores: Annotated[
         str | None, typer.Option(help="Budgets, such as 8,64.", show_default="8 and all")
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of patch tokens that go on after merging, such as 0.5,1.",
+            show_default="1: all",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 1,
     device: Device = "auto",
@@ -77,10 +85,11 @@ def bench(
     budgets = library.check(
         network.config, plan, parse_numbers(cores, "--cores") if cores else None
     )
+    shares = library.check_shares(parse_keeps(keep) if keep is not None else [1.0])
     where = library.machine(plan.device)
     rows: list[BenchRow] = []
 
-    def keep(new: list[BenchRow]) -> None:
+    def keep_rows(new: list[BenchRow]) -> None:
         rows.extend(new)
         # After each size, so that what is stopped half way leaves its first half.
         library.write_csv(out / "bench.csv", rows, where)
@@ -91,10 +100,11 @@ def bench(
             network,
             plan,
             cores=budgets,
+            keep=shares,
             dense=dense,
             name=name,
             progress=status.update,
-            on_rows=keep,
+            on_rows=keep_rows,
         )
 
     console.print(_table(rows))

@@ -14,8 +14,7 @@ import torch
 
 from veca._util import files
 from veca._util.numbers import count
-from veca.checks import check_budget, check_keep, check_model
-from veca.config import AUTO
+from veca.checks import check_budget, check_model, fixed_keep
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
@@ -99,7 +98,7 @@ def export_model(
     """
     check_model(model, "export_model")
     budgets = _check(model, to, cores, size, dtype, name, check_sizes)
-    share = _share(keep)
+    share = fixed_keep(keep, "a file keeps one share of patch tokens, whatever its images")
     folder = files.place_for(out)
     _require_writable(folder)
     say = progress or (lambda _: None)
@@ -205,15 +204,6 @@ def _check(
         number = torch.finfo(DTYPES[dtype]).bits // 8
         onnx_file.check_fits(number * sum(p.numel() for p in model.parameters()))
     return list(dict.fromkeys(budgets))
-
-
-def _share(keep: float | str | None) -> float:
-    if keep == AUTO:
-        raise InputError(
-            "a file has one share of patch tokens that go on, whatever its images: keep is a "
-            "number from 0.2 to 1, got 'auto'."
-        )
-    return float(check_keep(keep))
 
 
 def _budget(cores: int | str | None, num_cores: int) -> int:

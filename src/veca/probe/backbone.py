@@ -14,7 +14,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +178,7 @@ class _OwnBackbone(Backbone):
             config,
             (grid[0] * config.patch_size, grid[1] * config.patch_size),
             self.cores,
-            keep=cast("float | None", self.keep),
+            keep=self.keep,
         )
 
 

@@ -69,8 +69,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
                 f"{FORMAT_VERSION}; {upgrade_advice()}."
             )
         architecture = Architecture.from_dict(given)
-        for name, value in architecture.to_dict().items():
-            setattr(self, name, value)
+        told = architecture.to_dict()
+        for name in _FIELDS:
+            setattr(self, name, told.get(name))  # what is not told is None
         check_budget(cores, architecture.num_cores)
         check_keep(keep)
         self.cores, self.keep = cores, keep
@@ -125,7 +126,7 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         if fields.get("out_indices") == [self.depth]:
             fields.pop("out_features", None)
             fields.pop("out_indices", None)
-        for name in ("cores", "keep"):
+        for name in ("cores", "keep", "merge_before"):
             if fields.get(name) is None:
                 fields.pop(name, None)
         for name, default in _BACKBONE_DEFAULTS.items():
