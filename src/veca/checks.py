@@ -43,6 +43,18 @@ def check_budget(cores: int | None, num_cores: int) -> int:
     return budget
 
 
+def check_first(first: int | None, budget: int) -> int:
+    """How many of the `budget` cores are wanted: the `first` ones, or all when it is None."""
+    if first is None:
+        return budget
+    rows = whole(first)
+    if rows is None or not 1 <= rows <= budget:
+        raise InputError(
+            f"first must be a whole number from 1 to {budget} (the budget), got {first!r}."
+        )
+    return rows
+
+
 def check_keep(keep: float | str | None) -> float:
     """The share of patch tokens that go on: `keep`, or all of them when it is None."""
     if keep is None:

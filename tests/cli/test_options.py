@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import veca
 from conftest import SMALLEST
-from veca.cli.common import command_line
+from veca.cli.common import command_line, parse_keep, parse_keeps
 from veca.cli.main import app, main
+from veca.errors import InputError
 
 
 class Reached(Exception):
@@ -63,8 +64,9 @@ def test_features(reached, weights, photos, tmp_path):
         weights, "--cores", 3, "--size", "32x48", "--fit", "crop", "--what", "cls", "--format",
         "safetensors", "--dtype", "float32", "--batch-size", 5, "--device", "cpu", "--workers", 2,
         "--root", tmp_path, "--strict", "--overwrite", "--width", "native", "--pca", 4,
+        "--keep", "auto", "--agreement", 0.98,
     ) == {
-        "width": "native", "pca": 4,
+        "width": "native", "pca": 4, "keep": "auto", "agreement": 0.98,
         "cores": 3, "size": (32, 48), "fit": "crop", "what": ["cls"], "format": "safetensors",
         "dtype": "float32", "batch_size": 5, "workers": 2, "root": tmp_path, "on_error": "raise",
         "overwrite": True,
@@ -78,8 +80,9 @@ def test_embed(reached, photos, tmp_path):
         "--width", "native", "--pca", 4, "--dtype", "float32", "--precision",
         "bfloat16", "--batch-size", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
         "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
-        "--strict", "--overwrite",
+        "--strict", "--overwrite", "--keep", "0.5",
     ) == {
+        "keep": 0.5, "agreement": None,
         "weights": "w", "cores": 3, "size": None, "what": ["cls", "patches"],
         "width": "native", "pca": 4, "dtype": "float32",
         "precision": "bfloat16", "batch_size": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
@@ -108,6 +111,7 @@ def test_one_name_for_one_option():
     commands = typer.main.get_command(app).commands
     shared = (
         "--cores",
+        "--keep",
         "--size",
         "--weights",
         "--width",
@@ -128,10 +132,28 @@ def test_one_name_for_one_option():
     for name in ("features", "embed"):
         assert set(shared) <= named[name]
     for name in ("search", "probe"):
-        assert {"--weights", "--cores", "--size", "--width", "--device", "--threads"} <= named[name]
-    assert {"--weights", "--cores", "--size", "--device", "--threads"} <= named["viz"]
-    old = {"--batch", "--patches", "--projection"}
+        used = {"--weights", "--cores", "--keep", "--size", "--width", "--device", "--threads"}
+        assert used <= named[name]
+    assert {"--weights", "--cores", "--keep", "--size", "--device", "--threads"} <= named["viz"]
+    old = {"--batch", "--patches", "--projection", "--no-keep"}
     assert not old & set().union(*named.values())
+
+
+@pytest.mark.parametrize("wrong", ["0", "1.5", "half", "nan", "-1", ""])
+def test_shares_that_are_none_are_one_line(wrong):
+    assert parse_keep(None) is None and parse_keep("auto") == "auto" and parse_keep(".5") == 0.5
+    for read in (parse_keep, parse_keeps):
+        with pytest.raises(InputError, match="keep must be a number"):
+            read(wrong)
+
+
+@pytest.mark.parametrize("command", ["features", "embed"])
+def test_bad_shares_are_told_before_the_weights(photos, tmp_path, command, capsys):
+    words = [command, str(photos), "--out", str(tmp_path / "out"), "--weights", "nowhere/at all"]
+    assert main([*words, "--keep", "1.5"]) == 2
+    said = capsys.readouterr().err
+    assert "keep" in said and "nowhere" not in said and said.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()
 
 
 def test_search(reached, photos, monkeypatch):
@@ -139,7 +161,9 @@ def test_search(reached, photos, monkeypatch):
     assert reached(
         "veca.embed.search", "search", "folder", photos / "a.png", "--top", 3, "--exact",
         "--weights", "w", "--device", "cpu", "--cores", 3, "--size", "native", "--width", "native",
+        "--keep", 1,
     ) == {
+        "keep": 1.0,
         "exact": True, "weights": "w", "device": torch.device("cpu"), "cores": 3, "size": None,
         "width": "native",
     }  # fmt: skip
@@ -160,10 +184,10 @@ def test_export(reached, weights, tmp_path):
     assert reached(
         "veca.export.export_model", "export", weights, "--out", tmp_path, "--to", "torch-export",
         "--cores", "2,any", "--size", "32x48", "--dtype", "float16", "--name", "mine",
-        "--check-sizes", "64x32", "--threads", 1,
+        "--check-sizes", "64x32", "--threads", 1, "--keep", 0.5,
     ) == {
         "to": "torch-export", "cores": [2, "any"], "size": (32, 48), "dtype": "float16",
-        "name": "mine", "check_sizes": [(64, 32)],
+        "name": "mine", "check_sizes": [(64, 32)], "keep": 0.5,
     }  # fmt: skip
 
 

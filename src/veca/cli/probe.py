@@ -241,7 +241,7 @@ def _show(run: Run, folder: Path) -> None:
     console.print(rich_table(run))
     roles = {row.role for row in run.rows}
     if "student" in roles and "teacher" not in roles:
-        console.print("no teacher beside it; --teacher NAME tells how much of one is kept.")
+        console.print("no teacher beside it; --teacher NAME adds the retention of its score.")
     for line in [*run.notes, *verified(run)]:
         console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     written = write_tables(run, folder)

@@ -201,7 +201,7 @@ def embed(
         pool.ordered_map, workers=pool.default_workers() if workers is None else workers
     )
     if engine == "local":
-        warn_of_memory(model, settings.pixels, settings.batch, at_once)
+        warn_of_memory(model, settings.pixels, len(images), settings.batch, at_once)
     with locked(folder):
         settings, reduction, is_new = _reduction(
             folder,

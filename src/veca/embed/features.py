@@ -167,7 +167,7 @@ def extract(
     pixels: Size = (
         tuple(settings["size"]) if isinstance(settings["size"], list) else settings["size"]
     )
-    warn_of_memory(model, pixels, batch_size, at_once)
+    warn_of_memory(model, pixels, len(places), batch_size, at_once)
 
     def fitted(index: int) -> Preprocessed:
         return preprocess(to_read(source, index), pixels, fit=fit, model=model)

@@ -207,7 +207,7 @@ class ModelRunner:
         keep: float | str | None = None,
         agreement: float | None = None,
     ) -> None:
-        self._model, self._cores, self._what, self._dtype = model, cores, what, dtype
+        self._model, self._cores, self._what, self._dtype = model, cores, tuple(what), dtype
         self._width, self._reduce = width, reduce
         self._dial = dial(keep, agreement)
         self.device = next(model.parameters()).device
@@ -234,6 +234,15 @@ class ModelRunner:
 
     def _features(self, pixels: Tensor) -> tuple[dict[str, Tensor], tuple[int, int]]:
         projected = self._width == "projected"
+        if self._what == ("cls",):
+            alone = self._model.cores_only(
+                pixels,
+                self._cores,
+                first=1,
+                projection=self._width != "native",
+                **self._dial,
+            )
+            return {"cls": alone.cls}, alone.grid
         out = (self._model if projected else self._model.tokens)(
             pixels, cores=self._cores, **self._dial
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from veca._util.moved import moved
 from veca._util.numbers import count
 from veca.checks import check_agreement, check_budget, check_keep, dial
 from veca.config import AUTO, VecaConfig
@@ -90,6 +91,10 @@ class Backbone(ABC):
     @abstractmethod
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         """Features of `pixels` [B, 3, H, W], float in 0..1, on `grid`."""
+
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """The global feature of `features` alone, [B, D]: for less, where the network can."""
+        return self.features(pixels, grid).cls
 
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
@@ -182,7 +187,7 @@ class _OwnBackbone(Backbone):
         )
 
 
-class VecaBackbone(_OwnBackbone):
+class ElasticBackbone(_OwnBackbone):
     """A VECA network at a budget and a share of tokens; the first core is the global feature.
 
     `projection` False: features are those that go into the output projection, after the last norm.
@@ -202,6 +207,7 @@ class VecaBackbone(_OwnBackbone):
         projection: bool = True,
     ) -> None:
         super().__init__(model, name, role, projection)
+        self.model: Veca = model.eval()
         self._set(cores, keep, agreement)
 
     def at(
@@ -209,7 +215,7 @@ class VecaBackbone(_OwnBackbone):
         budgets: Iterable[int],
         keeps: Sequence[float | str] = (1.0,),
         agreement: float | None = None,
-    ) -> list[VecaBackbone]:
+    ) -> list[ElasticBackbone]:
         """The same network at other budgets, each at other shares; the weights are shared."""
         rows = []
         for budget in budgets:
@@ -227,6 +233,18 @@ class VecaBackbone(_OwnBackbone):
         # Of all tokens nothing is said, so that what 0.1 computed is found again.
         return {**super().identity(), "cores": self.cores, **dial(self.keep, self.agreement)}
 
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        with torch.inference_mode():
+            out = self.model.cores_only(
+                images,
+                self.cores,
+                first=1,
+                projection=self.projection,
+                **dial(self.keep, self.agreement),
+            )
+        return out.cls.float()
+
     def compute(self, size: Grid, cell: int) -> Compute:
         if AUTO in (self.cores, self.keep):
             return Compute(None, None)  # each image has its own
@@ -235,7 +253,7 @@ class VecaBackbone(_OwnBackbone):
 
 
 class DenseBackbone(_OwnBackbone):
-    """A dense ViT of this package, the yardstick; `projection` as of a `VecaBackbone`."""
+    """A dense ViT of this package, the yardstick; `projection` as of a `ElasticBackbone`."""
 
     kind = "dense"
 
@@ -363,7 +381,7 @@ def as_backbone(
     if isinstance(network, Backbone):
         return network
     if isinstance(network, Veca):
-        return VecaBackbone(
+        return ElasticBackbone(
             network,
             cores,
             keep=keep,
@@ -391,15 +409,24 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
     return tuple(max(1, (2 * x + side) // (2 * side)) for x in size)  # type: ignore[return-value]
 
 
-def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
-    """`backbone.features`, with an error in plain words for the usual failures."""
+def guarded_features(
+    backbone: Backbone, pixels: Tensor, grid: Grid, *, cls_only: bool = False
+) -> Features:
+    """`backbone.features`, with an error in plain words for the usual failures.
+
+    With `cls_only` no patches are computed: there are 0 of them.
+    """
     number, _, height, width = pixels.shape
     with explained_out_of_memory(
         f"out of memory: {backbone.label} on {count(number, 'image')} of {height} x {width} "
         "pixels; use a smaller --batch-size or --size.",
         ProbeError,
     ):
-        out = backbone.features(pixels, grid)
+        if cls_only:
+            cls = backbone.cls(pixels, grid)
+            out = Features(cls, cls.new_empty(len(cls), 0, cls.shape[1]), grid)
+        else:
+            out = backbone.features(pixels, grid)
     if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
         raise ProbeError(
             f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "
@@ -434,3 +461,6 @@ def check_unique(backbones: Sequence[Backbone]) -> None:
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ProbeError(f"two backbones are called {twice[0]!r}; give each its own name.")
+
+
+__getattr__ = moved(__name__, {"VecaBackbone": "ElasticBackbone"})

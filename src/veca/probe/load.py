@@ -16,8 +16,8 @@ from veca.probe.backbone import (
     TEACHER,
     Backbone,
     DenseBackbone,
+    ElasticBackbone,
     TeacherBackbone,
-    VecaBackbone,
 )
 from veca.probe.blind import NAME as BLIND
 from veca.probe.blind import BlindBackbone
@@ -77,7 +77,7 @@ def load_backbones(
             continue
         model = load(path, device=device, dtype=dtype)
         at = budgets or probe_budgets(model.config.num_cores)
-        found += VecaBackbone(model, name=name).at(at, shares, agreement)
+        found += ElasticBackbone(model, name=name).at(at, shares, agreement)
     return found
 
 

@@ -69,9 +69,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
                 f"{FORMAT_VERSION}; {upgrade_advice()}."
             )
         architecture = Architecture.from_dict(given)
-        told = architecture.to_dict()
-        for name in _FIELDS:
-            setattr(self, name, told.get(name))  # what is not told is None
+        fields = architecture.to_dict()
+        for name in _FIELDS:  # None stands for what was left out
+            setattr(self, name, fields.get(name))
         check_budget(cores, architecture.num_cores)
         check_keep(keep)
         self.cores, self.keep = cores, keep
@@ -121,12 +121,14 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
 
         `veca.load` ignores what transformers adds; the less of it, the easier to read.
         """
-        fields = {**fields, **self.to_veca().to_dict(), "format_version": FORMAT_VERSION}
+        own = self.to_veca().to_dict()
+        fields = {name: fields[name] for name in fields if name in own or name not in _FIELDS}
+        fields = {**fields, **own, "format_version": FORMAT_VERSION}
         fields.pop("stage_names", None)
         if fields.get("out_indices") == [self.depth]:
             fields.pop("out_features", None)
             fields.pop("out_indices", None)
-        for name in ("cores", "keep", "merge_before"):
+        for name in ("cores", "keep"):
             if fields.get(name) is None:
                 fields.pop(name, None)
         for name, default in _BACKBONE_DEFAULTS.items():
