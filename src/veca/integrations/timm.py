@@ -20,7 +20,7 @@ from veca._util.extras import require
 from veca.checks import check_blocks, check_budget, check_keep
 from veca.config import DEFAULT_SIZE, PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
-from veca.model import Veca
+from veca.model import LayerState, Veca
 from veca.weights import load, names, read_config
 
 __all__ = ["TimmVeca", "register"]
@@ -36,11 +36,10 @@ default_cfgs: dict[str, Any] = {}  # filled by `register`; timm looks for it und
 
 
 class _Walk(NamedTuple):
-    tokens: Tensor
-    """[B, C + N, D] after the last block that was run, before the norm."""
-    kept: list[Tensor]
+    last: LayerState
+    """After the last block that was run."""
+    kept: list[LayerState]
     budget: int
-    grid: tuple[int, int]
 
 
 class TimmVeca(nn.Module):
@@ -129,7 +128,7 @@ class TimmVeca(nn.Module):
     ) -> Tensor:
         """[B, C + N, D] cores, then patches row by row, after the final norm."""
         walk = self._walk(x, cores, keep)
-        tokens = self._norm(walk.tokens)
+        tokens = self._tokens(walk.last, norm=True)
         if not torch.compiler.is_compiling():
             setattr(tokens, _BUDGET, walk.budget)
         return tokens
@@ -181,22 +180,23 @@ class TimmVeca(nn.Module):
         last = wanted[-1]
         early = stop_early and (intermediates_only or last == len(self.veca.blocks) - 1)
         walk = self._walk(x, cores, keep, wanted, last + 1 if early else None)
-        kept = [self._norm(tokens) if norm else tokens for tokens in walk.kept]
+        kept = [self._tokens(layer, norm) for layer in walk.kept]
         prefix = [tokens[:, : walk.budget] for tokens in kept]
         patches = [tokens[:, walk.budget :] for tokens in kept]
         if output_fmt == "NCHW":
-            patches = [p.transpose(1, 2).unflatten(2, walk.grid).contiguous() for p in patches]
+            grid = walk.last.grid
+            patches = [p.transpose(1, 2).unflatten(2, grid).contiguous() for p in patches]
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": patches}
             if return_prefix_tokens:
                 result["image_intermediates_prefix"] = prefix
             if not intermediates_only:
-                result["image_features"] = self._norm(walk.tokens)
+                result["image_features"] = self._tokens(walk.last, norm=True)
             return result
         shown: list[Any] = patches
         if return_prefix_tokens:
             shown = list(zip(patches, prefix, strict=True))
-        return shown if intermediates_only else (self._norm(walk.tokens), shown)
+        return shown if intermediates_only else (self._tokens(walk.last, norm=True), shown)
 
     def prune_intermediate_layers(
         self,
@@ -255,8 +255,12 @@ class TimmVeca(nn.Module):
             )
         return budget
 
-    def _norm(self, tokens: Tensor) -> Tensor:
-        return self.veca.project(self.veca.norm(tokens))
+    def _tokens(self, layer: LayerState, norm: bool) -> Tensor:
+        """[B, C + N, D] cores and patches after a layer, through the final norm or raw."""
+        if layer.periphery.token_of is None:  # as they are, without a copy
+            return self.veca.project(self.veca.norm(layer.tokens)) if norm else layer.tokens
+        out = self.veca.output(layer, norm)
+        return torch.cat([out.cores, out.patches], dim=1)
 
     def _walk(
         self,
@@ -267,12 +271,12 @@ class TimmVeca(nn.Module):
         last: int | None = None,
     ) -> _Walk:
         budget = self._budget(cores)
-        kept: list[Tensor] = []
+        kept: list[LayerState] = []
         share = self.keep if keep is None else keep
         for layer in self.veca.walk(x, budget, last=last, keep=share):
             if layer.number - 1 in wanted and not layer.merging:
-                kept.append(layer.spread())
-        return _Walk(layer.spread(), kept, budget, layer.grid)
+                kept.append(layer)
+        return _Walk(layer, kept, budget)
 
 
 def pretrained_cfg(config: VecaConfig) -> dict[str, Any]:

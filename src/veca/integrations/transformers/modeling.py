@@ -87,7 +87,7 @@ def _known_to_transformers(model: Veca) -> Veca:
 
 class _Run(NamedTuple):
     out: VecaOutput
-    states: dict[int, Tensor]
+    layers: dict[int, LayerState]
     """By stage: 0 before the first block, n after block n."""
     hidden_states: tuple[Tensor, ...] | None
     attentions: tuple[Tensor, ...] | None
@@ -161,20 +161,20 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             return _Run(self.veca(pixel_values, cores=cores, keep=keep), {}, None, None)
         last = config.depth if shown is None else max(shown)
         kept = range(last + 1) if hidden_states else shown or ()
-        states: dict[int, Tensor] = {}
+        layers: dict[int, LayerState] = {}
         maps: list[Tensor] = []
         before: LayerState | None = None
         for layer in self.veca.walk(pixel_values, cores, last=max(1, last), keep=keep):
             if layer.number in kept and not layer.merging:
-                states[layer.number] = layer.spread()
+                layers[layer.number] = layer
             if attentions and before is not None and not layer.merging:
                 weights = self.veca.core_to_patch(before, layer)
                 maps.append(layer.on_grid(weights).flatten(-2))
             before = layer
         return _Run(
             self.veca.output(layer),
-            states,
-            tuple(states[n] for n in sorted(states)) if hidden_states else None,
+            layers,
+            tuple(layers[n].spread() for n in sorted(layers)) if hidden_states else None,
             tuple(maps) if attentions else None,
         )
 
@@ -336,13 +336,10 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):  # type: ignore[misc]
         run = self._run(pixel_values, cores, keep, output_hidden_states, output_attentions, shown)
         maps = []
         for stage in shown:
-            x = run.states[stage]
-            if self.config.apply_layernorm:
-                x = self.veca.project(self.veca.norm(x))
-            if self.config.reshape_hidden_states:
-                budget = run.out.cores.shape[1]
-                x = x[:, budget:].transpose(1, 2).unflatten(2, run.out.grid).contiguous()
-            maps.append(x)
+            out = self.veca.output(run.layers[stage], self.config.apply_layernorm)
+            whole = self.config.reshape_hidden_states
+            joined = None if whole else torch.cat([out.cores, out.patches], dim=1)
+            maps.append(out.feature_map().contiguous() if joined is None else joined)
         result = BackboneOutput(
             feature_maps=tuple(maps),
             hidden_states=run.hidden_states,
