@@ -68,10 +68,13 @@ def check_keep(keep: float | str | None) -> float:
     return float(number)
 
 
-def fixed_keep(keep: float | str | None, why: str) -> float:
-    """A share that is a number: where "auto" will not do, for the reason `why`."""
+def check_share(keep: float | str | None) -> float:
+    """The same where nothing can be chosen by content."""
     if keep == AUTO:
-        raise InputError(f"{why}: keep must be a number from {LEAST_KEEP} to 1, got {keep!r}.")
+        raise InputError(
+            f"keep={AUTO!r} chooses for each image while the model runs, which cannot be had here; "
+            f"give a number from {LEAST_KEEP} to 1."
+        )
     return float(check_keep(keep))
 
 
