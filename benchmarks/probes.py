@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, help=f"on a GPU {GPU_BATCH} by default")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--cache", type=Path, help="folder that keeps features")
-    parser.add_argument("--no-keep", action="store_true", help="keep no features")
+    parser.add_argument("--no-cache", action="store_true", help="keep no features")
     parser.add_argument("--no-time", action="store_true", help="measure no milliseconds")
     parser.add_argument("--verify", action="store_true", help="compare with scikit-learn")
     parser.add_argument("--only", nargs="+", choices=[probe.name for probe in PROBES])
@@ -123,7 +123,7 @@ def command(probe: Probe, options: argparse.Namespace) -> list[str]:
     for name, value in (("batch-size", batch), ("threads", options.threads)):
         words += [f"--{name}", str(value)] if value else []
     words += ["--cache", str(options.cache)] if options.cache else []
-    words += ["--no-keep"] if options.no_keep else []
+    words += ["--no-cache"] if options.no_cache else []
     words += ["--verify"] if options.verify else []
     words += ["--no-time"] if options.no_time else []
     return [*words, "--device", options.device, "--out", str(options.out / probe.name),

@@ -54,9 +54,37 @@ def test_counts_equal_torchs_counter(cores, output_width):
         assert counter.get_total_flops() == counted.flops
 
 
-def test_training_memory_estimate_is_near_what_autograd_keeps():
-    config = VecaConfig(depth=4, width=192, heads=3, num_cores=16)
-    model = create_model(config, backend="sdpa").train()
+@pytest.mark.parametrize("size", [(64, 96), (80, 112), (48, 16)])
+@pytest.mark.parametrize("keep", [0.22, 0.5])
+@pytest.mark.parametrize("output_width", [None, 48])
+@torch.no_grad()
+def test_counts_of_merging_equal_torchs_counter(keep, size, output_width):
+    config = SMALLEST.replace(depth=5, output_width=output_width)
+    expected = veca.cost(config, size, cores=4, keep=keep)
+    model = create_model(config, backend="sdpa").eval()
+    images = torch.randn(1, 3, *size)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(images, cores=4, keep=keep)
+    assert counter.get_total_flops() == expected.veca.flops
+    states = [s for s in model.walk(images, 4, keep=keep) if s.number and not s.merging]
+    seen = [state.tokens.shape[1] - 4 for state in states]
+    assert list(expected.patch_tokens) == seen
+    pairs = [2 * 4 * tokens + 4**2 for tokens in seen]
+    assert expected.veca.interactions == round(sum(pairs) / len(pairs))
+    full = veca.cost(config, size, cores=4)
+    assert full.keep == 1 and set(full.patch_tokens) == {full.grid[0] * full.grid[1]}
+    assert expected.dense == full.dense
+
+
+def test_merging_saves_work_and_memory_but_not_in_the_first_blocks():
+    full, half = veca.cost("tiny", 512, 64), veca.cost("tiny", 512, 64, keep=0.5)
+    assert half.veca.inference_bytes == full.veca.inference_bytes  # before anything merges
+    assert half.veca.training_bytes < 0.9 * full.veca.training_bytes
+    assert 0.6 < half.veca.flops / full.veca.flops < 0.85
+
+
+def kept_for_training(model, keep):
+    """Bytes that autograd keeps beside the parameters."""
     images = torch.randn(1, 3, 256, 256)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -68,10 +96,19 @@ def test_training_memory_estimate_is_near_what_autograd_keeps():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(images)
-    estimate = veca.cost(config, size=256, cores=16).veca.training_bytes
-    assert sum(kept.values()) == pytest.approx(estimate, rel=0.2)
+        out = model(images, keep=keep)
     assert out.grid == (16, 16)
+    return sum(kept.values())
+
+
+def test_training_memory_estimate_is_near_what_autograd_keeps():
+    config = VecaConfig(depth=4, width=192, heads=3, num_cores=16)
+    model = create_model(config, backend="sdpa").train()
+    shares = (1.0, 0.4)
+    estimates = [veca.cost(config, 256, 16, keep=keep).veca.training_bytes for keep in shares]
+    kept = [kept_for_training(model, keep) for keep in shares]
+    assert kept[0] == pytest.approx(estimates[0], rel=0.2)
+    assert kept[1] / kept[0] == pytest.approx(estimates[1] / estimates[0], rel=0.05)
 
 
 def test_memory_estimates_scale_with_precision_and_tokens():
@@ -85,6 +122,12 @@ def test_memory_estimates_scale_with_precision_and_tokens():
 def test_bad_sizes_are_named(size):
     with pytest.raises(InputError, match="patch size"):
         veca.cost("tiny", size=size)
+
+
+@pytest.mark.parametrize("keep", [0, 1.5, "half", float("nan"), "auto"])
+def test_bad_shares_are_named(keep):
+    with pytest.raises(InputError, match="keep"):
+        veca.cost("tiny", keep=keep)
 
 
 def test_bad_budget_is_named():

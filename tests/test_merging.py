@@ -169,6 +169,64 @@ def test_gradients_reach_every_parameter_with_checkpoints_or_without(tiny):
         torch.testing.assert_close(plain, recomputed)
 
 
+def test_the_last_layer_and_the_tensors_of_other_libraries_are_the_output(tiny):
+    images = torch.randn(2, 3, 80, 112)
+    with torch.no_grad():
+        out = tiny(images, 4, keep=0.4)
+        last = tiny.forward_intermediates(images, 4, (tiny.config.depth,), keep=0.4)[0]
+        joined = tiny.forward_features(images, 4, 0.4)
+        patches, cls, rest = tiny.get_intermediate_layers(
+            images, return_class_token=True, return_extra_tokens=True, cores=4, keep=0.4
+        )[0]
+        (maps,) = tiny.get_intermediate_layers(images, reshape=True, cores=4, keep=0.4)
+        states = list(tiny.walk(images, 4, keep=0.4))
+        raw = tiny.forward_intermediates(images, 4, (tiny.config.depth,), norm=False, keep=0.4)[0]
+    assert torch.equal(last.patches, out.patches) and torch.equal(last.cores, out.cores)
+    assert torch.equal(joined, torch.cat([out.cores, out.patches], dim=1))
+    assert torch.equal(patches, out.patches) and torch.equal(cls, out.cls)
+    assert torch.equal(rest, out.cores[:, 1:]) and torch.equal(maps, out.feature_map())
+    assert torch.equal(states[-1].spread(), torch.cat([raw.cores, raw.patches], dim=1))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiling_the_model_changes_nothing(tiny):
+    compiled = torch.compile(tiny, backend="eager", fullgraph=True)
+    for images in (torch.randn(1, 3, 80, 112), torch.randn(2, 3, 80, 112)):
+        wanted = tiny(images, 4, keep=0.4)
+        found = compiled(images, 4, keep=0.4)
+        torch.testing.assert_close(found.patches, wanted.patches)
+        torch.testing.assert_close(found.cores, wanted.cores)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near(tiny, dtype):
+    photo = bundled_photos()[0]
+    pixels = tiny.preprocess(photo, size=(144, 208)).pixels
+    wanted = tiny(pixels, keep=0.5)
+    found = tiny.to(dtype)(pixels.to(dtype), keep=0.5)
+    assert found.patches.dtype == found.cls.dtype == dtype and found.core_xy.dtype == torch.float32
+    for part in ("cls", "patches"):
+        close = F.cosine_similarity(wanted[part], found[part].float(), dim=-1)
+        assert close.mean() > 0.99
+
+
+def test_training_moves_the_patches_of_a_batch_alike_and_merges_them(tiny):
+    images = torch.randn(2, 3, 96, 96)
+    tiny.train()
+    states = list(tiny.walk(images, 4, keep=0.4))
+    places = states[0].periphery.xy
+    last = states[-1].periphery
+    assert last.multiplicity.sum(dim=1).tolist() == [36, 36]
+    for image in range(2):
+        for token in range(last.multiplicity.shape[1]):
+            members = last.token_of[image] == token
+            if members.any():
+                centre = places[0, members].mean(dim=0)
+                torch.testing.assert_close(last.xy[image, token], centre, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("keep", [0.5, 0.22])
 def test_the_engine_gives_the_models_outputs(keep):
     model = stirred(create_model("tiny", depth=4, num_cores=8), 0.02).eval()
@@ -195,8 +253,16 @@ def test_half_the_tokens_stay_closer_to_the_full_pass_than_few_cores():
 
 @pytest.mark.parametrize("keep", [0, 0.1, 1.5, -1, "half", math.nan, math.inf, True, [0.5]])
 def test_shares_that_are_none_are_refused(tiny, keep):
-    with pytest.raises(InputError, match="keep"):
-        tiny(torch.zeros(1, 3, 64, 64), keep=keep)
+    images = torch.zeros(1, 3, 64, 64)
+    for call in (
+        lambda: tiny(images, keep=keep),
+        lambda: tiny.attention_maps(images, keep=keep),
+        lambda: tiny.forward_intermediates(images, keep=keep),
+        lambda: compile_for_inference(tiny)(images, keep=keep),
+        lambda: compile_for_inference(tiny, size=64, keep=keep),
+    ):
+        with pytest.raises(InputError, match="keep"):
+            call()
 
 
 def test_numpy_shares_are_shares(tiny):

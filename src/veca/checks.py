@@ -68,6 +68,16 @@ def check_keep(keep: float | str | None) -> float:
     return float(number)
 
 
+def check_share(keep: float | str | None) -> float:
+    """The same where nothing can be chosen by content."""
+    if keep == AUTO:
+        raise InputError(
+            f"keep={AUTO!r} chooses for each image while the model runs, which cannot be had here; "
+            f"give a number from {LEAST_KEEP} to 1."
+        )
+    return float(check_keep(keep))
+
+
 def read_keep(text: str) -> float | str:
     """A share as it is typed: a number, or "auto", which goes on as it is."""
     if text.strip() == AUTO:

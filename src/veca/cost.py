@@ -2,8 +2,7 @@
 beside a dense ViT of the same width and depth.
 
 Counted from the architecture, not measured; `veca bench` measures. A multiply-add is two FLOPs;
-matrix products, convolution and attention are counted, elementwise work and the search for windows
-to merge are not. The dense model
+matrix products, convolution and attention are counted, elementwise work is not. The dense model
 carries five extra tokens (CLS and four registers), as in the published comparison.
 """
 
@@ -77,7 +76,7 @@ def cost(
     size: int | tuple[int, int] = DEFAULT_SIZE,
     cores: int | None = None,
     *,
-    keep: float | None = None,
+    keep: float | str | None = None,
     bytes_per_number: int = 4,
 ) -> Cost:
     """The cost of one image of `size` pixels (a side, or height and width) at a budget.
@@ -89,16 +88,17 @@ def cost(
     0.299...
     """
     # These need torch, which counting does not.
-    from veca.checks import check_budget, check_keep
-    from veca.merging import tokens_by_block
+    from veca.checks import check_budget, check_share
+    from veca.merging import compared_patches, tokens_by_block
 
     config = model if isinstance(model, VecaConfig) else preset(model)
     budget = check_budget(cores, config.num_cores)
     height, width = _check_size(size, config.patch_size)
     grid = (height // config.patch_size, width // config.patch_size)
     patches = grid[0] * grid[1]
-    share = check_keep(keep)
+    share = check_share(keep)
     layers = tokens_by_block(config.depth, config.merge_blocks, share, grid)
+    compared = compared_patches(config.merge_blocks, share, grid)
     return Cost(
         config,
         (height, width),
@@ -106,7 +106,7 @@ def cost(
         budget,
         share,
         layers,
-        veca=_veca(config, patches, layers, budget, bytes_per_number),
+        veca=_veca(config, patches, layers, compared, budget, bytes_per_number),
         dense=_dense(config, patches, bytes_per_number),
     )
 
@@ -117,22 +117,24 @@ def interactions(patches: int, cores: int) -> int:
 
 
 def _veca(
-    c: VecaConfig, patches: int, layers: Sequence[int], cores: int, number: int
+    c: VecaConfig, patches: int, layers: Sequence[int], compared: int, cores: int, number: int
 ) -> NetworkCost:
     tokens = [left + cores for left in layers]
     pairs = [interactions(left, cores) for left in layers]
     attention = [_attention_flops(c, t, p) for t, p in zip(tokens, pairs, strict=True)]
     moves = (c.depth - 1) * 2 * cores * c.width * 2
+    merging = 2 * compared * c.width  # each patch with the mean of its window
     bank = c.num_cores * (c.width + 2)
     move_heads = (c.depth - 1) * (2 * c.width + 2 + 1)
     return NetworkCost(
         tokens=_mean(tokens),
         interactions=_mean(pairs),
         attention_flops=_mean(attention),
-        flops=_network_flops(c, patches, tokens, attention) + moves,
+        flops=_network_flops(c, patches, tokens, attention) + moves + merging,
         parameters=_shared_parameters(c) + bank + move_heads,
         inference_bytes=_inference_bytes(c, max(tokens), number),
-        training_bytes=_training_bytes(c, tokens, number),
+        training_bytes=_training_bytes(c, tokens, number)
+        + _kept_for_merging(c, patches, compared, number),
         score_bytes=c.heads * max(pairs) * number,
     )
 
@@ -189,6 +191,12 @@ def _training_bytes(c: VecaConfig, tokens: Sequence[int], number: int) -> int:
     # (3 D), what it gave (D) and that joined for the output projection (D); then (u, v), silu(u)
     # and the product (4 hidden).
     return sum(tokens) * (9 * c.width + 4 * c.hidden_width) * number
+
+
+def _kept_for_merging(c: VecaConfig, patches: int, compared: int, number: int) -> int:
+    # The members of the windows, and in the end what is smoothed.
+    smoothed = patches * c.feature_width if compared else 0
+    return (compared * c.width + smoothed) * number
 
 
 def _mean(layers: Sequence[int]) -> int:

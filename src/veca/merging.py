@@ -94,6 +94,12 @@ def tokens_by_block(
     return tuple(found)
 
 
+def compared_patches(blocks: tuple[int, ...], keep: float, grid: tuple[int, int]) -> int:
+    """How many patches are compared with the mean of their window, in all steps together."""
+    sides = [side for side, _ in merge_plan(blocks, keep, grid).values()]
+    return sum((grid[0] // side) * (grid[1] // side) * side * side for side in sides)
+
+
 def merge(
     tokens: Tensor, periphery: Periphery, grid: tuple[int, int], side: int, target: int
 ) -> tuple[Tensor, Periphery]:

@@ -302,6 +302,13 @@ class LayerState(NamedTuple):
     merging: bool = False
     """Windows have just merged: the state between two blocks, with the number of the first."""
 
+    def spread(self) -> Tensor:
+        """[B, C + N, D] the residual stream, each patch with what its token has."""
+        if self.periphery.token_of is None:
+            return self.tokens
+        cores, patches = self.tokens.tensor_split([self.core_xy.shape[1]], dim=1)
+        return torch.cat([cores, self.periphery.spread(patches, self.grid)], dim=1)
+
     def on_grid(self, values: Tensor) -> Tensor:
         """What belongs to patch tokens [..., T], shared out among their patches: [..., h, w]."""
         if self.periphery.token_of is not None:
@@ -449,9 +456,11 @@ class Veca(FeatureModel, nn.Module):
         }
         return [outputs[number] for number in wanted]
 
-    def forward_features(self, images: Tensor, cores: int | None = None) -> Tensor:
+    def forward_features(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> Tensor:
         """[B, C + N, D'] the same as one tensor, as timm has it: all cores, then all patches."""
-        out = self.forward(images, cores)
+        out = self.forward(images, cores, keep)
         return torch.cat([out.cores, out.patches], dim=1)
 
     def get_intermediate_layers(
@@ -464,6 +473,7 @@ class Veca(FeatureModel, nn.Module):
         norm: bool = True,
         *,
         cores: int | None = None,
+        keep: float | None = None,
         projection: bool = True,
     ) -> tuple[Any, ...]:
         """Patch features after some blocks, one entry a block, in the order of the network: DINO's.
@@ -479,11 +489,12 @@ class Veca(FeatureModel, nn.Module):
             norm: through the final norm and output projection, so that the last block's are those
                 of `forward`; else the raw residual stream, `embed_dim` wide.
             cores: the budget.
+            keep: the share of patch tokens that go on, as in `forward`.
             projection: False: with `norm` through the norm alone, `embed_dim` wide.
         """
         blocks = check_blocks(n, self.config.depth)
         wanted = [block + 1 for block in blocks]
-        outputs = self.forward_intermediates(x, cores, wanted, norm=norm and projection)
+        outputs = self.forward_intermediates(x, cores, wanted, norm=norm and projection, keep=keep)
         layers = [LayerTokens(out.cores, out.patches, out.grid) for out in outputs]
         if norm and not projection:
             layers = [LayerTokens(self.norm(a), self.norm(b), grid) for a, b, grid in layers]

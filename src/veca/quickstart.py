@@ -14,6 +14,7 @@ from veca._util.html import Page
 from veca.config import DEFAULT_SIZE
 from veca.cost import Cost, cost
 from veca.images import target_size
+from veca.images.bundled import bundled_photos as bundled_photos
 from veca.model import Veca
 from veca.viz import numbers
 from veca.viz.default_weights import DEFAULT_WEIGHTS, FRESH, load_or_fresh
@@ -65,11 +66,6 @@ class Quickstart:
     rows: list[BudgetRow]
     dense_ms: float
     page: Path
-
-
-def bundled_photos() -> list[Path]:
-    """The photos that come with the package; their credits lie beside them."""
-    return sorted((Path(__file__).parent / "assets" / "photos").glob("*.jpg"))
 
 
 def quickstart(

@@ -148,6 +148,22 @@ def test_a_photo_a_slider_and_what_changes(visitor, photo):
 
 
 @pytest.mark.slow
+def test_the_second_slider_merges_patches(visitor):
+    visitor.slide("size", 256)
+    visitor.wait_for_numbers("at 256 x")
+    before = {name: visitor.picture(name) for name in ("features", "merged")}
+    visitor.slide("keep", 0.4)
+    visitor.wait_for_numbers("keep 0.4")
+    for name, picture in before.items():
+        visitor.wait_for_other_picture(name, picture)
+    assert "of 256 patch tokens go on" in visitor.page.inner_text("#merged")
+    visitor.screenshot("merged")
+    visitor.slide("keep", 1)
+    for name, picture in before.items():
+        visitor.wait_for_picture(name, picture)
+
+
+@pytest.mark.slow
 def test_a_text_file_called_jpg_gets_a_message(visitor, photo, tmp_path):
     before = visitor.numbers()
     text = tmp_path / "holiday.jpg"
@@ -263,6 +279,8 @@ def test_a_phone_shows_everything_and_the_sliders_stay(browser, address, scheme,
         page.evaluate("window.scrollTo(0, document.body.scrollHeight)")
         place = page.locator("#cores input[type=range]").bounding_box()
         assert 0 <= place["y"] < 150 and page.evaluate("window.scrollY") > 844
+        other = page.locator("#keep input[type=range]").bounding_box()
+        assert 0 <= other["y"] < 150 and other["x"] + other["width"] <= 390
         colours = page.evaluate(
             "[getComputedStyle(document.querySelector('#message .error')).backgroundColor,"
             " getComputedStyle(document.body).backgroundColor]"

@@ -110,6 +110,21 @@ def test_colours_keep_their_meaning_at_every_budget(entry, photo, look):
     assert (picture != np.array(content.features_picture(look, 8))).any()
 
 
+def test_colours_keep_their_meaning_when_patches_merge(entry, photo, look):
+    half = content.merging(look, 0.5)
+    pixels = preprocess(photo.image, 64).pixels
+    with torch.inference_mode():
+        out = entry.model(pixels, cores=3, keep=0.5)
+    expected = (look.palette(out.patches[0]).view(4, 6, 3) * 255).round().byte().numpy()
+    picture = np.array(content.features_picture(half, 3))
+    assert (picture[::96, ::96][:4, :6] == expected).all()
+    shown, tokens, patches = content.merged_picture(half, 3)
+    assert patches == 24 and 12 <= tokens < 24 and shown.size == look.view.shown.size
+    counted = content.photo_cost(half, 3)
+    assert counted.veca.flops == cost(entry.model.config, (64, 96), 3, keep=0.5).veca.flops
+    assert counted.veca.flops < content.photo_cost(look, 3).veca.flops
+
+
 def test_sliders_beyond_the_weights_mean_the_last(look):
     assert content.budget_of(look, 64) == 8
     last = np.array(content.attention_picture(look, 8, 3, 8, "norm"))

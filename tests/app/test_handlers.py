@@ -22,7 +22,7 @@ from veca.quickstart import bundled_photos
 
 WEIGHTS = "weights"
 SET = Controls(weights=WEIGHTS, size=64, cores=4, layer=3, core=1, kind="norm")
-PICTURES = ("photo", "features", "similarity", "paths", "attention")
+PICTURES = ("photo", "features", "merged", "similarity", "paths", "attention")
 
 
 def _pixels(changes, name):
@@ -71,6 +71,25 @@ def test_moving_the_budget_changes_pictures_and_numbers(handlers):
     back = handlers.redraw(seen["visit"], SET)
     for name in PICTURES:
         assert (_pixels(back, name) == _pixels(seen, name)).all(), name
+
+
+def test_keeping_fewer_tokens_changes_pictures_and_numbers(handlers):
+    seen = handlers.start(None, SET)
+    merged = handlers.redraw(seen["visit"], SET._replace(keep=0.35))
+    for name in ("features", "merged", "attention", "similarity"):
+        assert (_pixels(merged, name) != _pixels(seen, name)).any(), name
+    assert "VECA, 4 cores, keep 0.35" in merged["numbers"]["value"]
+    assert "keep" not in seen["numbers"]["value"]
+    assert seen["merged"]["label"] == "16 of 16 patch tokens go on"
+    assert (_pixels(seen, "merged") == _pixels(seen, "photo")).all()
+    back = handlers.redraw(seen["visit"], SET)
+    for name in PICTURES:
+        assert (_pixels(back, name) == _pixels(seen, name)).all(), name
+    for wrong in (0, 1.5, "half", float("nan")):
+        told = handlers.redraw(seen["visit"], SET._replace(keep=wrong))
+        assert set(told) == {"message"} and "keep" in told["message"]["value"]
+    file = handlers.download(seen["visit"], SET._replace(keep=0.35))["file"]["value"]
+    assert read_features(file)["keep"] == 0.35 and "keep-0.35" in file
 
 
 def test_core_layer_and_kind_change_the_attention_alone(handlers):

@@ -30,13 +30,6 @@ def weights(tmp_path):
     return tmp_path / "mine"
 
 
-def test_keep_is_measured_and_named(run, weights, tmp_path, capsys):
-    run(weights, *QUICK, "--cores=8", "--keep=0.5", "--no-dense", "--out", tmp_path / "b")
-    assert "veca, keep 0.5, 8 cores" in capsys.readouterr().out
-    with pytest.raises(InputError, match="keep"):
-        run(weights, *QUICK, "--keep=0", "--out", tmp_path / "c")
-
-
 def test_table_csv_and_plot(run, weights, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
     run(weights, *QUICK, "--cores", "2,8", "--out", tmp_path / "b")
@@ -51,6 +44,16 @@ def test_table_csv_and_plot(run, weights, tmp_path, capsys):
     assert [(r["model"], r["cores"]) for r in rows] == 2 * at_each_size
     assert [r["size"] for r in rows] == 3 * ["32"] + 3 * ["64"]
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["bench.csv", "bench.png"]
+
+
+def test_shares_of_tokens_take_turns_too(run, weights, tmp_path, capsys):
+    run(weights, *QUICK, "--cores=8", "--keep", "0.4,1", "--no-dense", "--out", tmp_path / "b")
+    assert "veca, 8 cores, keep 0.4" in " ".join(capsys.readouterr().out.split())
+    with (tmp_path / "b" / "bench.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["size"], r["keep"]) for r in rows] == [
+        ("32", "0.4"), ("32", "1"), ("64", "0.4"), ("64", "1"),
+    ]  # fmt: skip
 
 
 def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, monkeypatch):
@@ -69,6 +72,11 @@ def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, mo
         (("tiny", "--cores", "65"), InputError, "cores"),
         (("tiny", "--dtype", "float8"), InputError, "'float8'"),
         (("tiny", "--device", "abacus"), InputError, "abacus"),
+        (("tiny", "--keep", "0"), InputError, "keep"),
+        (("tiny", "--keep", "0.5,1.5"), InputError, "keep"),
+        (("tiny", "--keep", "half"), InputError, "keep"),
+        (("tiny", "--keep", "nan"), InputError, "keep"),
+        (("tiny", "--keep", "auto"), InputError, "keep"),
     ],
 )
 def test_bad_input(run, tmp_path, args, error, noun):

@@ -62,6 +62,17 @@ def test_info_reproduces_the_published_figures(capsys):
         assert figure in out
 
 
+def test_info_counts_merging(capsys):
+    assert main(["info", "base", "--size", "512", "--cores", "64", "--keep", "0.5,1"]) == 0
+    printed = capsys.readouterr().out
+    counted = [veca.cost("base", 512, 64, keep=keep).veca.flops for keep in (0.5, 1)]
+    for share, flops in zip(("0.5", "1"), counted, strict=True):
+        line = next(x for x in printed.splitlines() if x.split()[2:4] == ["64", share])
+        assert f"{flops / 1e9:.4g}" in line
+    assert main(["info", "base", "--size", "512", "--cores", "64"]) == 0
+    assert "eep" not in capsys.readouterr().out
+
+
 def test_info_of_saved_weights(capsys, weights):
     assert main(["info", weights, "--size", "64", "--cores", "4"]) == 0
     assert "cores" in capsys.readouterr().out
@@ -119,6 +130,11 @@ def _bad_calls(photo, weights, tmp_path):
         (["info", "tiny", "--cores", "0"], "cores"),
         (["info", "tiny", "--cores", "-1"], "cores"),
         (["info", "tiny", "--cores", "2.5"], "cores"),
+        (["info", "tiny", "--keep", "0"], "keep"),
+        (["info", "tiny", "--keep", "1.5"], "keep"),
+        (["info", "tiny", "--keep", "half"], "keep"),
+        (["info", "tiny", "--keep", "nan"], "keep"),
+        (["info", "tiny", "--keep", "auto"], "keep"),
         (["info", "tiny", "--size", "15"], "patch size"),
         (["info", "--device", "gpu"], "'gpu'"),
         (["info", "./nowhere"], "nowhere"),

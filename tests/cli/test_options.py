@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 import veca
 from conftest import SMALLEST
-from veca.cli.common import command_line
+from veca.cli.common import command_line, parse_keep, parse_keeps
 from veca.cli.main import app, main
+from veca.errors import InputError
 
 
 class Reached(Exception):
@@ -109,6 +110,7 @@ def test_one_name_for_one_option():
     commands = typer.main.get_command(app).commands
     shared = (
         "--cores",
+        "--keep",
         "--size",
         "--weights",
         "--width",
@@ -129,10 +131,28 @@ def test_one_name_for_one_option():
     for name in ("features", "embed"):
         assert set(shared) <= named[name]
     for name in ("search", "probe"):
-        assert {"--weights", "--cores", "--size", "--width", "--device", "--threads"} <= named[name]
-    assert {"--weights", "--cores", "--size", "--device", "--threads"} <= named["viz"]
-    old = {"--batch", "--patches", "--projection"}
+        used = {"--weights", "--cores", "--keep", "--size", "--width", "--device", "--threads"}
+        assert used <= named[name]
+    assert {"--weights", "--cores", "--keep", "--size", "--device", "--threads"} <= named["viz"]
+    old = {"--batch", "--patches", "--projection", "--no-keep"}
     assert not old & set().union(*named.values())
+
+
+@pytest.mark.parametrize("wrong", ["0", "1.5", "half", "nan", "-1", ""])
+def test_shares_that_are_none_are_one_line(wrong):
+    assert parse_keep(None) is None and parse_keep("auto") == "auto" and parse_keep(".5") == 0.5
+    for read in (parse_keep, parse_keeps):
+        with pytest.raises(InputError, match="keep must be a number"):
+            read(wrong)
+
+
+@pytest.mark.parametrize("command", ["features", "embed"])
+def test_bad_shares_are_told_before_the_weights(photos, tmp_path, command, capsys):
+    words = [command, str(photos), "--out", str(tmp_path / "out"), "--weights", "nowhere/at all"]
+    assert main([*words, "--keep", "1.5"]) == 2
+    said = capsys.readouterr().err
+    assert "keep" in said and "nowhere" not in said and said.strip().count("\n") == 0
+    assert not (tmp_path / "out").exists()
 
 
 def test_search(reached, photos, monkeypatch):

@@ -95,6 +95,8 @@ def test_other_settings_need_overwrite(run, photos, tmp_path):
     run(photos, "--out", out)
     with pytest.raises(InputError, match="cores: 8"):
         run(photos, "--out", out, "--cores", "2")
+    with pytest.raises(InputError, match=r"keep: 1\.0 there, 0\.5 now"):
+        run(photos, "--out", out, "--keep", "0.5")
     run(photos, "--out", out, "--cores", "2", "--overwrite")
     assert read_features(out / "b" / "4.png.npz")["cores"] == 2
 
@@ -112,6 +114,11 @@ def test_bad_input(run, photos, tmp_path):
         run(photos / "none.png", *out)
     with pytest.raises(InputError, match="'large'"):
         run(photos, *out, "--size", "large")
+    for keep in ("0", "1.5", "half", "nan"):
+        with pytest.raises(InputError, match="keep"):
+            run(photos, *out, "--keep", keep)
+    with pytest.raises(InputError, match="agreement"):
+        run(photos, *out, "--keep", "0.5", "--agreement", "0.98")
     with pytest.raises(InputError, match="'cls'"):
         run(photos, *out, "--what", "class")
     with pytest.raises(WeightsError, match="/missing"):

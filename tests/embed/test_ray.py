@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_one_machine_though_a_worker_dies(
     cluster, embed, images, tree, tmp_path
 ):
     (images / "0" / "bad.png").write_bytes(b"no image")
-    options = {"patches": True, "shard_rows": 2}
+    options = {"patches": True, "shard_rows": 2, "keep": 0.5}
     embed(images, tmp_path / "local", **options)
     out, node = tmp_path / "ray", cluster.list_all_nodes()[-1]
     killed = threading.Event()

@@ -41,3 +41,15 @@ def torch_any(model, tmp_path_factory):
         check_sizes=SIZES,
     )
     return entry
+
+
+@pytest.fixture(scope="session")
+def onnx_half(model, tmp_path_factory):
+    """Half of the patch tokens go on; at any size and budget."""
+    pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+    from veca.export import export_model
+
+    folder = tmp_path_factory.mktemp("half")
+    (entry,) = export_model(model, folder, name="small", keep=0.5, check_sizes=SIZES)
+    return entry

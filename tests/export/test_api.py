@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -30,6 +31,11 @@ from veca.export.graph import frozen_copy
         ({"size": (64, 50)}, "64 x 50"),
         ({"check_sizes": [(8, 64)]}, "8 x 64"),
         ({"name": "../up"}, r"'\.\./up'"),
+        ({"keep": 0}, "keep"),
+        ({"keep": 1.5}, "keep"),
+        ({"keep": "half"}, "keep"),
+        ({"keep": float("nan")}, "keep"),
+        ({"keep": "auto"}, "auto"),
     ],
 )
 def test_bad_requests_are_refused_before_any_work(tiny, tmp_path, options, noun):
@@ -120,6 +126,50 @@ def test_what_passes():
     assert made(1.9, largest=100.0).passes(torch.float16)
     assert not made(2.1, largest=100.0).passes(torch.float16)
     assert not made(float("nan")).passes(torch.float32)
+
+
+def turned(share, difference=0.5):
+    check = made(difference, largest=1.0)
+    return dataclasses.replace(check, turned=dict.fromkeys(check.differences, share))
+
+
+def test_what_passes_where_windows_merge():
+    assert turned(0.05).passes(torch.float16)
+    assert not turned(0.2).passes(torch.float16)
+    assert not turned(0.05, float("inf")).passes(torch.float16)
+    assert not turned(0.05).passes(torch.float32)  # in single precision none may
+    assert turned(0.0, 1e-4).passes(torch.float32)
+
+
+def test_other_windows_are_counted(tiny):
+    tiny.requires_grad_(False)
+    images = torch.randn(2, 3, 64, 96)
+
+    def run(images, cores):
+        out = tiny(images, cores=cores, keep=0.5)
+        patches = out.patches.clone()
+        patches[0, :4] += 10
+        return {
+            "cls": out.cls,
+            "patches": patches,
+            "core_tokens": out.cores,
+            "core_xy": out.core_xy,
+        }
+
+    with torch.no_grad():
+        (noise, photos) = verify.checks(
+            run, tiny, cores=[4], keep=0.5, sizes=[(64, 96)], batches=[2]
+        )
+    assert (noise.images, photos.images) == ("noise", "photos")
+    wanted = {"cls": 0, "patches": 4 / 48, "core_tokens": 0, "core_xy": 0}
+    assert noise.turned == pytest.approx(wanted)
+    assert noise.passes(torch.float16) and not noise.passes(torch.float32)
+    wrong = verify.check(
+        lambda images, cores: run(images.flip(-1), cores), tiny, images, 4, keep=0.5
+    )
+    assert wrong.turned["patches"] > verify.TURNED and not wrong.passes(torch.float16)
+    (plain,) = verify.checks(run, tiny, cores=[4], sizes=[(64, 96)], batches=[2])
+    assert plain.images == "noise" and not plain.turned
 
 
 def test_nan_and_other_shapes_are_infinitely_different(tiny):

@@ -57,6 +57,9 @@ def test_bad_options_are_named(run, tmp_path):
         run("--cores", "8,many")
     with pytest.raises(InputError, match="50 x 64"):
         run("--to", "torch-export", "--size", "50x64")
+    for wrong in ("0", "1.5", "half", "nan", "auto"):
+        with pytest.raises(InputError, match="keep"):
+            run("--to", "torch-export", "--keep", wrong)
     with pytest.raises(WeightsError, match="nothing"):
         run(weights=tmp_path / "nothing")
     (tmp_path / "file").write_text("")

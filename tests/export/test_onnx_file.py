@@ -16,6 +16,7 @@ from PIL import Image
 import veca
 from veca.errors import InputError
 from veca.export import ExportError, export_model, load_exported
+from veca.images.bundled import bundled_photos
 
 pytestmark = pytest.mark.slow  # every test here needs an exported file
 
@@ -134,6 +135,32 @@ def test_fixed_budget_size_and_half_precision(model, tmp_path):
         exported(torch.zeros(1, 3, 96, 64))
     with pytest.raises(InputError, match="cores=5"):
         exported(torch.zeros(1, 3, 64, 96), cores=5)
+
+
+@pytest.mark.parametrize("shape", [(2, 112, 144), (1, 80, 176), (2, 32, 32)])
+def test_a_file_that_merges_is_the_model_at_sizes_that_were_not_traced(model, onnx_half, shape):
+    """One grid is even, one odd (5 x 11), one has a single window."""
+    batch, height, width = shape
+    images = model.preprocess(bundled_photos()[:batch], (height, width)).pixels
+    with torch.no_grad():
+        out = model(images, cores=6, keep=0.5)
+        plain = model(images, cores=6)
+    opened = session(onnx_half.path)
+    found = opened.run(NAMES, {"images": images.numpy(), "cores": np.array(6)})
+    for value, wanted in zip(found, (out.cls, out.patches, out.cores, out.core_xy), strict=True):
+        np.testing.assert_allclose(value, wanted.numpy(), rtol=0, atol=5e-5)
+    assert np.abs(found[1] - plain.patches.numpy()).max() > 1e-3
+    exported = load_exported(onnx_half.path)
+    assert exported.keep == 0.5
+    torch.testing.assert_close(exported(images, 6).patches, out.patches, rtol=0, atol=5e-5)
+
+
+def test_a_file_says_what_share_goes_on(onnx_half):
+    assert onnx_half.path.name == "small_anycores_keep0.5.onnx" and onnx_half.keep == 0.5
+    verification = json.loads(onnx_half.report.read_text())["verification"]
+    assert {check["images"] for check in verification["checks"]} == {"noise", "photos"}
+    assert verification["turned"] == verification["turned_allowed"] == 0
+    assert onnx_half.max_difference < 1e-4
 
 
 def test_load_exported_is_called_like_the_model(model, onnx_any):

@@ -37,6 +37,22 @@ def test_one_program_is_the_model_at_any_batch_size_and_budget(model, program, s
     torch.testing.assert_close(found["core_xy"], wanted.core_xy, rtol=0, atol=1e-5)
 
 
+def test_a_program_that_merges_is_the_model_at_any_size(model, tmp_path):
+    """One budget, half of the patch tokens; an even grid, an odd one, and a batch of one."""
+    (entry,) = export_model(
+        model, tmp_path, to="torch-export", cores=6, keep=0.5, check_sizes=[(64, 96)]
+    )
+    assert entry.path.name == "veca_cores6_keep0.5.pt2" and entry.keep == 0.5
+    exported = load_exported(entry.path)
+    assert (exported.cores, exported.keep) == (6, 0.5)
+    for shape in ((2, 128, 96), (1, 80, 176), (3, 112, 48)):
+        images = torch.randn(shape[0], 3, *shape[1:])
+        with torch.no_grad():
+            found, wanted = exported(images), model(images, cores=6, keep=0.5)
+        torch.testing.assert_close(found.patches, wanted.patches, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.cores, wanted.cores, rtol=0, atol=1e-5)
+
+
 def test_it_runs_without_this_package(torch_any):
     script = (
         "import sys, torch; sys.modules['veca'] = None;"

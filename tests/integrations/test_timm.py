@@ -66,6 +66,27 @@ def test_the_budget_is_a_setting_too(model, images):
         TimmVeca(CONFIG, cores=9)
 
 
+def test_the_share_of_tokens_is_a_setting_too(model):
+    images = torch.randn(2, 3, 80, 112)  # 5 x 7 patches
+    wanted = model.veca(images, cores=3, keep=0.4)
+    tokens = model.forward_features(images, 3, 0.4)
+    assert torch.equal(tokens, torch.cat([wanted.cores, wanted.patches], dim=1))
+    full = model(images)
+    model.keep = 0.4
+    assert torch.equal(model.forward_features(images, 3), tokens)
+    assert torch.equal(model(images, 3), model(images, cores=3, keep=0.4))
+    assert torch.equal(model(images, keep=1), full) and not torch.equal(model(images), full)
+    layers = model.veca.forward_intermediates(images, cores=3, norm=False, keep=0.4)
+    final, maps = model.forward_intermediates(images, cores=3)
+    assert torch.equal(final, tokens)
+    assert all(torch.equal(a, b.feature_map()) for a, b in zip(maps, layers, strict=True))
+    for wrong in (0, 1.5, "half", float("nan")):
+        with pytest.raises(InputError, match="keep"):
+            model(images, keep=wrong)
+        with pytest.raises(InputError, match="keep"):
+            TimmVeca(CONFIG, keep=wrong)
+
+
 def test_pooling_and_a_new_classifier(model, images):
     patches = model.veca(images, cores=3).patches
     for pool, wanted in {"avg": patches.mean(dim=1), "max": patches.amax(dim=1)}.items():
@@ -218,8 +239,10 @@ def test_names_are_registered():
     assert timm.list_models("veca_*") == sorted(veca.PRESETS)
     ours.register()
     ours.register()
-    model = timm.create_model("veca_tiny_patch16", num_classes=10, cores=16, drop_rate=0.1)
-    assert isinstance(model, TimmVeca)
+    model = timm.create_model(
+        "veca_tiny_patch16", num_classes=10, cores=16, keep=0.5, drop_rate=0.1
+    )
+    assert isinstance(model, TimmVeca) and model.keep == 0.5
     assert (model.num_classes, model.cores, model.head_drop.p) == (10, 16, 0.1)
     assert model.veca.config == veca.PRESETS["veca_tiny_patch16"]
     assert model.pretrained_cfg["architecture"] == "veca_tiny_patch16"
@@ -238,6 +261,11 @@ def test_features_only(images):
     assert net.feature_info.module_name() == ["veca.blocks.2", "veca.blocks.10"]
     assert len(net.model.veca.blocks) == 11
     assert [tuple(x.shape) for x in net(images)] == [(2, 192, 2, 3)] * 2
+    half = timm.create_model("veca_tiny_patch16", features_only=True, out_indices=(8,), keep=0.5)
+    half.eval().requires_grad_(False)
+    (found,) = half(images)
+    walk = list(half.model.veca.walk(images, keep=0.5))
+    assert torch.equal(found.flatten(2).transpose(1, 2), walk[-1].spread()[:, 64:])
     default = timm.create_model("veca_tiny_patch16", features_only=True)
     assert len(default.feature_info.channels()) == 4
 

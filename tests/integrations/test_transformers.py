@@ -98,6 +98,53 @@ def test_hidden_states_and_attentions(plain, saved, images):
 
 
 @torch.no_grad()
+def test_a_share_of_the_tokens(plain, saved, tmp_path):
+    images = torch.randn(2, 3, 80, 112)  # 5 x 7 patches
+    model = transformers.AutoModel.from_pretrained(saved, keep=0.4)
+    wanted, few = plain(images, keep=0.4), plain(images, cores=4, keep=0.5)
+    found = model(images)
+    assert torch.equal(found.pooler_output, wanted.cls)
+    assert torch.equal(found.patches, wanted.patches)
+    assert torch.equal(found.feature_map, wanted.feature_map())
+    assert torch.equal(model(images, cores=4, keep=0.5).patches, few.patches)
+    assert torch.equal(model(images, keep=1).patches, plain(images).patches)
+
+    out = model(images, cores=4, output_hidden_states=True, output_attentions=True)
+    assert torch.equal(out.pooler_output, plain(images, cores=4, keep=0.4).cls)
+    layers = plain.forward_intermediates(images, cores=4, norm=False, keep=0.4)
+    assert len(out.hidden_states) == 4 and out.hidden_states[0].shape == (2, 4 + 35, 64)
+    for state, layer in zip(out.hidden_states[1:], layers, strict=True):
+        assert torch.equal(state, torch.cat([layer.cores, layer.patches], dim=1))
+    maps = plain.attention_maps(images, cores=4, per_head=True, keep=0.4)
+    assert torch.equal(torch.stack(out.attentions, dim=1), maps.flatten(-2))
+
+    model.save_pretrained(tmp_path / "again")
+    assert hf.VecaModel.from_pretrained(tmp_path / "again").config.keep == 0.4
+    assert torch.equal(veca.load(tmp_path / "again")(images).cls, plain(images).cls)
+    plainer = hf.VecaModel.from_pretrained(saved)
+    assert plainer.config.keep is None and "keep" not in plainer.config.to_dict()
+    for wrong in (0, 1.5, "half", float("nan")):
+        with pytest.raises(InputError, match="keep"):
+            model(images, keep=wrong)
+        with pytest.raises(InputError, match="keep"):
+            transformers.AutoModel.from_pretrained(saved, keep=wrong)
+
+
+@torch.no_grad()
+def test_maps_and_logits_with_a_share_of_the_tokens(plain, saved):
+    images = torch.randn(2, 3, 64, 96)
+    backbone = transformers.AutoBackbone.from_pretrained(saved, out_indices=[1, 3], keep=0.4)
+    wanted = plain.forward_intermediates(images, layers=(1, 3), keep=0.4)
+    for share in (None, 0.4):
+        maps = backbone(images, keep=share).feature_maps
+        assert all(torch.equal(a, b.feature_map()) for a, b in zip(maps, wanted, strict=True))
+    classifier = hf.VecaForImageClassification.from_pretrained(saved, num_labels=3, keep=0.4)
+    logits = classifier.classifier(plain(images, keep=0.4).cls)
+    torch.testing.assert_close(classifier(images).logits, logits)
+    assert classifier.base_model.config.keep == 0.4
+
+
+@torch.no_grad()
 def test_a_budget_in_the_configuration(plain, saved, images):
     model = transformers.AutoModel.from_pretrained(saved, cores=3)
     assert model.config.cores == 3
@@ -355,6 +402,7 @@ def test_configurations_translate_both_ways():
     [
         ({"width": 65}, ConfigError, "width 65"),
         ({"cores": 65}, InputError, "cores"),
+        ({"keep": 1.5}, InputError, "keep"),
         ({"format_version": 99}, ConfigError, "99"),
         ({"out_features": ["stage1"], "out_indices": [2]}, ConfigError, "out_indices"),
         ({"out_features": ["stage13"]}, ValueError, "stage13"),  # by transformers itself

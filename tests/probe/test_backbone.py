@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -11,8 +12,16 @@ from torch import nn
 from probe import sets
 from veca import DenseVit, VecaConfig
 from veca.cost import cost
+from veca.errors import InputError
 from veca.images import normalize
-from veca.probe import Backbone, ElasticBackbone, ProbeError, TeacherBackbone, as_backbone
+from veca.probe import (
+    Backbone,
+    ElasticBackbone,
+    ProbeError,
+    TeacherBackbone,
+    as_backbone,
+    load_protocol,
+)
 from veca.probe.backbone import check_unique, guarded_features, own_grid
 from veca.teachers import CallableTeacher, load_teacher
 from veca.weights.names import public_name
@@ -53,6 +62,30 @@ class TestVeca:
         assert rows[0].label == "veca C=1"
         a, b = (row.features(PIXELS, (3, 4)).cls for row in rows)
         assert not torch.allclose(a, b)
+
+    def test_shares_of_tokens(self):
+        rows = sets.backbone().at([4, 8], [0.5, 1])
+        assert [row.label for row in rows] == [
+            "veca C=4 K=0.5", "veca C=4", "veca C=8 K=0.5", "veca C=8",
+        ]  # fmt: skip
+        out = rows[0].features(PIXELS, (3, 4))
+        c = rows[0].model.config
+        with torch.no_grad():
+            images = normalize(PIXELS, c.image_mean, c.image_std)
+            expected = rows[0].model(images, cores=4, keep=0.5)
+        torch.testing.assert_close(out.patches, expected.patches)
+        torch.testing.assert_close(out.cls, expected.cls)
+        assert not torch.allclose(out.patches, rows[1].features(PIXELS, (3, 4)).patches)
+        assert rows[1].identity() == sets.backbone(4).identity() != rows[0].identity()
+        native = dataclasses.replace(load_protocol("quick").extract, projection=False)
+        assert rows[0].under(native).keep == 0.5
+        merged = cost(sets.CONFIG, (48, 64), 4, keep=0.5).veca
+        assert rows[0].compute((48, 64), 16) == (merged.interactions, merged.flops)
+        for wrong in (0, 1.5, "half", math.nan):
+            with pytest.raises(InputError, match="keep"):
+                sets.backbone().at([4], [wrong])
+        with pytest.raises(ProbeError, match="keep"):
+            as_backbone(DenseVit(sets.CONFIG), keep=0.5)
 
     def test_pixels_off_the_grid_are_resized(self):
         out = sets.backbone().features(PIXELS[:, :, :45, :60], (3, 4))

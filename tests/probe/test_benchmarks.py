@@ -137,7 +137,7 @@ def test_a_probe_that_fails_does_not_stop_the_others(tmp_path, capsys):
     Image.fromarray(np.zeros((5, 5), dtype=np.uint8)).save(root / "testannot" / "0.png")
     words = [
         "--camvid", root, "--scau", scau(tmp_path / "scau"), "--teacher", "", "--cores", 8,
-        "--weights", tmp_path / "one", "--device", "cpu", "--no-keep", "--out", tmp_path / "out",
+        "--weights", tmp_path / "one", "--device", "cpu", "--no-cache", "--out", tmp_path / "out",
         *(word for setting in SETTINGS for word in ("--set", setting)),
     ]  # fmt: skip
     assert main(["probes", *(str(word) for word in words)]) == 1

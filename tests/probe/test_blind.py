@@ -65,7 +65,7 @@ def test_a_row_of_the_table(tmp_path, capsys):
     data = sets.images_masks(tmp_path / "data")
     out = tmp_path / "out"
     words = ["probe", "segmentation", "--data", str(data), "--dataset", "images-masks"]
-    words += ["--baseline", "blind", "--size", "32", "--out", str(out), "--no-keep", "--no-time"]
+    words += ["--baseline", "blind", "--size", "32", "--out", str(out), "--no-cache", "--no-time"]
     words += ["--set", "segmentation.optimizer.iterations=5"]
     words += ["--set", "segmentation.optimizer.warmup=1"]
     assert main(words) == 0

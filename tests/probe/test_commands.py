@@ -81,8 +81,26 @@ def test_again_replaces_and_another_is_refused(run, pets, weights, tmp_path):
     assert record["cache"]["decoded"] == 0
     with pytest.raises(ProbeError, match="--overwrite"):
         run(*arguments(pets, weights, out, "--cores=4", "--no-time"))
-    run(*arguments(pets, weights, out, "--cores=4", "--no-time", "--overwrite", "--no-keep"))
+    run(*arguments(pets, weights, out, "--cores=4", "--no-time", "--overwrite", "--no-cache"))
     assert json.loads((out / "results.json").read_text())["cache"]["decoded"] == 39
+
+
+def test_shares_of_tokens_are_swept(run, pets, weights, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(*arguments(pets, weights, out, "--cores=2,8", "--keep=0.3,1", "--no-time", "--size=64"))
+    record = json.loads((out / "results.json").read_text())
+    assert [(r["cores"], r["keep"]) for r in record["rows"]] == [
+        (2, 0.3), (2, 1.0), (8, 0.3), (8, 1.0),
+    ]  # fmt: skip
+    assert record["rows"][2]["flops"] < record["rows"][3]["flops"]
+    assert record["rows"][2]["retention_full"] is not None and "--keep 0.3,1" in record["command"]
+    assert "keep" in (out / "results.md").read_text() and "keep" in capsys.readouterr().out
+    run(*arguments(pets, weights, out, "--cores=8", "--keep=0.3", "--no-time", "--size=64",
+                   "--overwrite"))  # fmt: skip
+    assert json.loads((out / "results.json").read_text())["cache"]["decoded"] == 0
+    for wrong in ("0", "1.5", "half", "nan"):
+        with pytest.raises(InputError, match="keep"):
+            run(*arguments(pets, weights, out, "--keep", wrong))
 
 
 def test_a_dense_control_is_a_row_beside_veca(run, pets, weights, tmp_path):

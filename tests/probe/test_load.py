@@ -7,6 +7,7 @@ import torch
 
 import veca
 from probe import sets
+from veca.cli.common import parse_keeps
 from veca.errors import InputError
 from veca.probe import (
     check_data,
@@ -51,6 +52,20 @@ def test_budgets():
             parse_budgets(wrong)
     assert probe_budgets(64) == [8, 16, 24, 32, 40, 48, 56, 64]
     assert probe_budgets(4) == [4] and probe_budgets(20) == [8, 16, 20]
+
+
+def test_shares_of_tokens(tmp_path):
+    assert parse_keeps("0.35, .5,1,auto") == [0.35, 0.5, 1.0, "auto"]
+    for wrong in ("0", "1.5", "half", "nan", "0.5,,x", ""):
+        with pytest.raises(InputError, match="keep"):
+            parse_keeps(wrong)
+    veca.save(sets.model(), tmp_path / "mine")
+    found = load_backbones([str(tmp_path / "mine")], budgets=[2, 8], keep=[0.5, 1])
+    assert [(one.cores, one.keep) for one in found] == [(2, 0.5), (2, 1), (8, 0.5), (8, 1)]
+    with pytest.raises(InputError, match="--keep"):
+        load_backbones(teacher=str(tmp_path / "mine"), keep=[0.5])
+    with pytest.raises(InputError, match="agreement"):
+        load_backbones([str(tmp_path / "mine")], keep=[0.5], agreement=0.98)
 
 
 def test_names_of_weights(tmp_path):

@@ -116,6 +116,22 @@ class TestTable:
             assert "small" in text and "…" not in text
             assert all(part in text for part in ("7.2", "90.0 %", "3,200"))
 
+    def test_shares_of_tokens_have_a_column_where_something_merges(self):
+        made = run(rows=[row(cores=64, keep=share) for share in (1.0, 0.35, "auto")])
+        assert [r.keep for r in ordered(made.rows)] == ["auto", 0.35, 1.0]
+        shown = [dict(zip(header(made), cells(made, r), strict=True)) for r in made.rows]
+        assert [found["keep"].strip() for found in shown] == ["1", "0.35", "auto"]
+        assert "keep" not in header(run(rows=[row(keep=1.0)]))
+        out = Console(file=io.StringIO(), width=80)
+        out.print(rich_table(made))
+        assert "0.35" in out.file.getvalue() and "…" not in out.file.getvalue()
+        assert [r["keep"] for r in csv.DictReader(io.StringIO(csv_text(made)))] == [
+            "auto", "0.35", "1",
+        ]  # fmt: skip
+        assert made.rows[1].label == "small C=64 K=0.35"
+        assert made.subject() != run(rows=[row(cores=64)] * 3).subject()
+        assert Run.from_dict(made.to_dict()) == made
+
     def test_markdown(self):
         text = markdown(run())
         lines = text.splitlines()
@@ -212,6 +228,14 @@ class TestPlot:
         found = curves(rows)
         assert list(found) == ["small, 224 px", "small, 448 px"]
         assert [r.cores for r in found["small, 224 px"]] == [8, 64]
+
+    def test_curves_of_shares(self):
+        pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
+        shares = [row(cores=64, keep=k, interactions=i) for k, i in ((1.0, 900), (0.5, 600))]
+        assert [r.keep for r in curves(shares)["small"]] == [0.5, 1.0]
+        texts = {one.get_text() for one in make_figure([run(rows=shares)]).axes[0].texts}
+        assert texts == {"K=0.5", "K=1.0"}
+        assert list(curves([*shares, row(cores=8)])) == ["small", "small K=0.5"]
 
     def test_without_matplotlib(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

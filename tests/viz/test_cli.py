@@ -48,6 +48,7 @@ def test_every_figure_is_a_file(veca_viz, tmp_path):
         "states": ["--layers", "1,2"],
         "similarity": ["--at", "3,5", "--at", "50%,50%"],
         "numbers": ["--cores", "2,8"],
+        "merged": ["--keep", "0.4"],
     }
     from veca.viz import FIGURES
 
@@ -77,6 +78,11 @@ def test_one_figure_can_be_a_named_file(veca_viz, tmp_path):
         (["similarity", "--at", "1"], "'1'"),
         (["similarity", "--at", "5000,1"], "5000"),
         (["report", "--format", "png"], "folder"),
+        (["features", "--keep", "0"], "keep"),
+        (["merged", "--keep", "1.5"], "keep"),
+        (["agreement", "--keep", "half"], "keep"),
+        (["attention", "--keep", "nan"], "keep"),
+        (["features", "--keep", "0.5", "--agreement", "0.98"], "agreement"),
     ],
 )
 def test_bad_input_is_told_and_leaves_nothing(veca_viz, tmp_path, args, noun):

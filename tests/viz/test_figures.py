@@ -90,6 +90,43 @@ def test_the_last_layer_has_the_colours_that_it_has_alone(view):
     assert torch.equal(by_layer[2], alone[0]) and torch.equal(by_layer[5], alone[1])
 
 
+def test_what_merged_is_drawn_over_the_photo():
+    token_of = torch.tensor([0, 0, 1, 0, 0, 2])  # 2 x 3: a window of four, and two alone
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), np.uint8))
+    before = np.array(photo)
+    shown = np.array(viz.merged_picture(photo, token_of, (2, 3)))
+    inside = np.s_[2:38, 2:38]
+    assert shown[inside].std() < 0.3 * before[inside].std()
+    assert shown[inside].mean() == pytest.approx(before[inside].mean(), abs=3)
+    alone = np.s_[22:, 42:]
+    assert np.array_equal(shown[alone], before[alone])
+    assert (shown[:, 40] > 0.7 * 255).all()  # the edge of the window
+    assert not (shown[20, 2:38] > 0.7 * 255).all()  # and none within it
+    every = torch.arange(6)
+    assert np.array_equal(np.array(viz.merged_picture(photo, every, (2, 3))), before)
+
+
+def test_a_panel_for_each_step_of_merging(view):
+    figure = viz.draw("merged", view.merging(0.4))[0]
+    steps = view.merging(0.4).run().steps
+    wanted = [f"before layer {s.layer}: {s.tokens} of 24 tokens" for s in steps]
+    assert _titles(figure) == [["p", *wanted]] and "keep 0.4" in figure.caption
+    assert [t.shape for t in figure.arrays["tokens"][0]] == [(4, 6)] * len(steps)
+    usual = viz.draw_merged([view])  # half of them
+    assert _titles(usual) == _titles(viz.draw_merged([view.merging(0.5)]))
+    assert "keep" not in viz.draw("paths", view)[0].caption
+
+
+def test_agreement_of_merging_is_with_every_patch_of_the_full_budget(view):
+    half = view.merging(0.4)
+    figure = viz.draw_agreement([half], [3, 8])
+    full = view.run(8).patches
+    for got, cores in zip(figure.arrays["agreement"][0], (3, 8), strict=True):
+        expected = F.cosine_similarity(half.run(cores).patches, full, dim=1).view(4, 6)
+        torch.testing.assert_close(got, expected)
+        assert got.min() < 0.9999
+
+
 def test_overlay_mixes_in_the_photo(view):
     plain = viz.draw_features([view], [8]).panels[1].picture
     mixed = viz.draw_features([view], [8], overlay=0.5).panels[1].picture

@@ -34,6 +34,12 @@ def test_a_page_with_every_figure_and_the_numbers(view, tmp_path):
     assert "dense ViT" in page and any("numbers" in line for line in lines)
 
 
+def test_a_page_of_a_view_that_merges_shows_what_merged(view, tmp_path):
+    half, options = view.merging(0.4), viz.Options(sizes=[32], cores=[8])
+    page = viz.report([half], tmp_path, options).page.read_text()
+    assert "p-merged.png" in page and "keep 0.4" in page and (tmp_path / "p-merged.png").is_file()
+
+
 @pytest.mark.slow
 def test_fresh_weights_are_called_so(photo, tmp_path):
     model = create_model("tiny", depth=2, width=32, heads=2, num_cores=8)

@@ -30,6 +30,39 @@ def test_a_view_holds_what_the_model_says(tiny, view, photo):
     assert view.run(5) is not run
 
 
+def test_a_view_may_merge(tiny, view, photo):
+    pixels = preprocess(photo, 64).pixels
+    merging = viz.View(tiny, photo, 64, keep=0.4)
+    with torch.inference_mode():
+        out = tiny(pixels, cores=5, keep=0.4)
+        layers = tiny.forward_intermediates(pixels, 5, keep=0.4)
+        maps = tiny.attention_maps(pixels, 5, kind="norm", keep=0.4)[0]
+        states = [layer for layer in tiny.walk(pixels, 5, keep=0.4) if layer.merging]
+    run = merging.run(5)
+    torch.testing.assert_close(run.patches, out.patches[0])
+    torch.testing.assert_close(run.states, torch.stack([layer.cores[0] for layer in layers]))
+    torch.testing.assert_close(merging.features(5, [2])[0], layers[1].patches[0])
+    torch.testing.assert_close(merging.attention(5), maps)
+    assert [step.layer for step in run.steps] == list(tiny.config.merge_blocks)
+    for step, state in zip(run.steps, states, strict=True):
+        assert torch.equal(step.token_of, state.periphery.token_of[0])
+    assert run.steps[-1].tokens < 24 and merging.merges and not view.merges
+    assert merging.at(32).keep == 0.4
+    with pytest.raises(InputError, match="keep"):
+        viz.View(tiny, photo, 64, keep=1.5)
+
+
+def test_a_view_with_another_share_knows_what_was_run(view):
+    full, half = view.run(5), view.merging(0.5)
+    few = half.run(5)
+    assert half.merging(None).run(5) is full and view.run(5) is full
+    assert not torch.equal(few.patches, full.patches) and not full.steps
+    third = view.merging(0.3)
+    third.run(5)
+    third.forget(keep={5})
+    assert view.run(5) is full and half.run(5) is not few
+
+
 def test_both_kinds_of_attention_sum_to_one(view):
     for kind in ("norm", "softmax"):
         sums = view.attention(4, [1, 3], kind).sum(dim=(-2, -1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -20,7 +20,7 @@ from PIL import Image
 from veca import bench
 from veca._util.html import html_table
 from veca.app.model_cache import LoadedModel
-from veca.checks import check_budget
+from veca.checks import check_budget, dial
 from veca.cost import Cost, cost
 from veca.embed.writers.files import write_features
 from veca.errors import ImageError
@@ -30,6 +30,7 @@ from veca.viz.colour import heat
 from veca.viz.cores import path_lengths, path_panel
 from veca.viz.features import colour_panel
 from veca.viz.figure import Panel
+from veca.viz.merged import merged_picture as draw_merged_picture
 from veca.viz.project import Palette
 from veca.viz.similarity import Point, cls_map, point_map, point_mark
 from veca.viz.view import View, file_stem, inference
@@ -144,6 +145,13 @@ def look(entry: LoadedModel, photo: Photo, size: int, limits: Limits | None = No
     return Look(photo, entry.name, entry.fresh, size, view, palette)
 
 
+def merging(seen: Look, keep: float) -> Look:
+    """The same with another share of patch tokens that go on; the colours stay what they are."""
+    _ = seen.view.shown  # made once, for all shares
+    share = round(keep, 2) if isinstance(keep, float) else keep  # a slider counts in float steps
+    return replace(seen, view=seen.view.merging(share))
+
+
 def budget_of(seen: Look, cores: int) -> int:
     """A slider's value as a budget of these weights, whose bank may be smaller."""
     whole = seen.view.model.config.num_cores
@@ -159,6 +167,15 @@ def features_picture(seen: Look, cores: int) -> Image.Image:
     """Dense features as colours; the same features have the same colour at every budget."""
     patches = seen.view.run(budget_of(seen, cores)).patches
     return colour_panel(seen.view, seen.palette(patches))
+
+
+def merged_picture(seen: Look, cores: int) -> tuple[Image.Image, int, int]:
+    """What has merged in the end, over the photo; the tokens that are left, and the patches."""
+    view, steps = seen.view, seen.view.run(budget_of(seen, cores)).steps
+    patches = view.grid[0] * view.grid[1]
+    if not steps:
+        return view.shown, patches, patches
+    return draw_merged_picture(view.shown, steps[-1].token_of, view.grid), steps[-1].tokens, patches
 
 
 def attention_picture(seen: Look, cores: int, layer: int, core: int, kind: str) -> Image.Image:
@@ -209,7 +226,8 @@ def measure_times(seen: Look, entry: LoadedModel, cores: int) -> Times:
     budget, size = budget_of(seen, cores), _size(seen)
     pixels = seen.view.pixels.to(next(entry.model.parameters()).device)
     # Drawing was the warm-up.
-    veca = _milliseconds(entry, lambda: entry.model(pixels, cores=budget), warm_up=False)
+    share = dial(seen.view.keep)
+    veca = _milliseconds(entry, lambda: entry.model(pixels, cores=budget, **share), warm_up=False)
     counted = photo_cost(seen, budget)
     expected = veca * counted.dense.flops / counted.veca.flops
     if size not in entry.dense_ms and expected < _QUICK_MS:
@@ -256,23 +274,26 @@ def _size(seen: Look) -> tuple[int, int]:
 
 def photo_cost(seen: Look, cores: int) -> Cost:
     """Interactions and FLOPs of this photo at a budget, beside the dense ViT's."""
-    return cost(seen.view.model.config, _size(seen), budget_of(seen, cores))
+    view = seen.view
+    return cost(view.model.config, _size(seen), budget_of(seen, cores), keep=view.keep)
 
 
 def costs_table(seen: Look, cores: int, times: Times) -> str:
     """Time, FLOPs and interactions beside the dense ViT's, as an HTML table."""
     c = photo_cost(seen, cores)
     rows = [
-        (name, form.format(ours), form.format(dense), f"{ours / dense:.1%}")
+        (name, form.format(value), form.format(dense), f"{value / dense:.1%}")
         if dense
-        else (name, form.format(ours), "not timed", "")
-        for name, ours, dense, form in (
+        else (name, form.format(value), "not timed", "")
+        for name, value, dense, form in (
             ("ms", times.veca, times.dense, "{:.1f}"),
             ("GFLOPs", c.veca.flops / 1e9, c.dense.flops / 1e9, "{:.2f}"),
             ("interactions", c.veca.interactions, c.dense.interactions, "{:,}"),
         )
     ]
-    header = ("", f"VECA, {c.cores} core{'s' * (c.cores != 1)}", "dense ViT", "of dense")
+    ours = f"VECA, {c.cores} core{'s' * (c.cores != 1)}"
+    ours += f", keep {c.keep:g}" if seen.view.merges else ""
+    header = ("", ours, "dense ViT", "of dense")
     height, width = c.size
     return f'<div class="scroll">{html_table(header, rows)}</div>' + (
         f"<p>{escape(seen.photo.name)} at {height} x {width} px, {c.grid[0]} x {c.grid[1]} "
@@ -302,6 +323,9 @@ def features_file(seen: Look, cores: int, folder: str | Path) -> Path:
         "core_xy": run.path[-1].numpy(),
         **{name: np.array(value, dtype=np.int64) for name, value in facts.items()},
     }
-    path = Path(folder) / f"{file_stem(seen.photo.name)}-{budget}-cores.npz"
+    share = ""
+    if view.merges:
+        arrays["keep"], share = np.array(view.keep), f"-keep-{view.keep}"
+    path = Path(folder) / f"{file_stem(seen.photo.name)}-{budget}-cores{share}.npz"
     write_features(path, arrays, {"image": seen.photo.name, "weights": seen.weights})
     return path

@@ -39,6 +39,7 @@ class Controls(NamedTuple):
     layer: int
     core: int
     kind: str
+    keep: float = 1.0
 
 
 def errors_as_messages(handler: Callable[..., Changes]) -> Callable[..., Changes]:
@@ -126,13 +127,13 @@ class Handlers:
     def attention(self, visit: Visit, controls: Controls) -> Changes:
         """Another core, layer or kind of attention."""
         with self.models.use(visit.weights) as entry:
-            return _attention(self.looks.at(visit, entry), controls)
+            return _attention(self._look(visit, entry, controls), controls)
 
     @of_a_visit
     def click(self, visit: Visit, controls: Controls, pixel: tuple[int, int]) -> Changes:
         """A spot of the photo was clicked."""
         with self.models.use(visit.weights) as entry:
-            look = self.looks.at(visit, entry)
+            look = self._look(visit, entry, controls)
             visit = dataclasses.replace(visit, point=content.point_at(pixel, look.view.shown.size))
             return {
                 "visit": visit,
@@ -144,7 +145,7 @@ class Handlers:
     def time_dense(self, visit: Visit, controls: Controls) -> Changes:
         """The dense ViT is to be timed, however long it takes."""
         with self.models.use(visit.weights) as entry:
-            look = self.looks.at(visit, entry)
+            look = self._look(visit, entry, controls)
             look.view.run(content.budget_of(look, controls.cores))  # a warm-up, if need be
             return _numbers(look, controls, content.time_dense(look, entry, controls.cores))
 
@@ -154,8 +155,11 @@ class Handlers:
         with self.models.use(visit.weights) as entry:
             # A folder of its own: visitors may share a photo's name.
             place = tempfile.mkdtemp(dir=self.folder)
-            file = content.features_file(self.looks.at(visit, entry), controls.cores, place)
+            file = content.features_file(self._look(visit, entry, controls), controls.cores, place)
             return {"file": {"value": str(file)}}
+
+    def _look(self, visit: Visit, entry: LoadedModel, controls: Controls) -> Look:
+        return content.merging(self.looks.at(visit, entry), controls.keep)
 
     def _see(self, photo: Photo, controls: Controls, before: Visit | None = None) -> Changes:
         """A photo with weights at a size: all of the page. The point stays that of `before`."""
@@ -179,15 +183,17 @@ class Handlers:
 
     def _draw(self, visit: Visit, entry: LoadedModel, controls: Controls) -> Changes:
         """All pictures and the numbers at a budget."""
-        look = self.looks.at(visit, entry)
+        look = self._look(visit, entry, controls)
         budget = content.budget_of(look, controls.cores)
         cores = f"{budget} core{'s' * (budget != 1)}"
         paths, length = content.paths_picture(look, budget)
         features = content.features_picture(look, budget)
+        merged, tokens, patches = content.merged_picture(look, budget)
         changes: Changes = {
             "message": {"value": message_box(FRESH, "note") if look.fresh else ""},
             "photo": {"value": content.photo_picture(look, visit.point)},
             "features": {"value": features, "label": f"dense features, {cores}"},
+            "merged": {"value": merged, "label": f"{tokens} of {patches} patch tokens go on"},
             "paths": {"value": paths, "label": f"paths of {cores}: mean {length:.2g} patches"},
             **_similarity(look, visit, controls),
             **_attention(look, controls),

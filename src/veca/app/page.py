@@ -13,6 +13,7 @@ from veca.app.guard import client_of
 from veca.app.handlers import Changes, Controls, Handlers
 from veca.app.visitors import Visitors
 from veca.config import DEFAULT_SIZE
+from veca.merging import LEAST_KEEP
 from veca.quickstart import bundled_photos
 
 DEFAULT_CORES = 32
@@ -38,6 +39,7 @@ class Dial(NamedTuple):
 PICTURES = {
     "photo": "photo: click a spot",
     "features": "dense features",
+    "merged": "what was merged",
     "similarity": "cosine",
     "paths": "paths of the cores",
     "attention": "attention",
@@ -119,6 +121,7 @@ def _dials(handlers: Handlers) -> dict[str, Dial]:
     largest = handlers.limits.size
     dials = (
         Dial("cores", "budget (cores)", 1, most, min(DEFAULT_CORES, most), 1, "redraw"),
+        Dial("keep", "tokens kept", LEAST_KEEP, 1, 1, 0.05, "redraw"),
         Dial("size", "size (short side, px)", 128, largest, DEFAULT_SIZE, 64, "relook"),
         Dial("layer", "layer", 1, depth, depth, 1, "attention"),
         Dial("core", "core", 1, most, 1, 1, "attention"),
@@ -127,7 +130,7 @@ def _dials(handlers: Handlers) -> dict[str, Dial]:
 
 
 # The dials of the whole page; the others stand beside the attention.
-_ALWAYS_IN_VIEW = ("cores", "size")
+_ALWAYS_IN_VIEW = ("cores", "keep", "size")
 
 
 def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
@@ -154,7 +157,8 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
     gr.Markdown(
         "# VECA: move the budget, see what changes\n"
         "Every patch of the photo lives through the whole network, but patches talk only through "
-        "a few *cores*. How many is yours to choose."
+        "a few *cores*. How many is yours to choose, and how many patches go on as tokens of their "
+        "own: where neighbours are alike, they can share one."
     )
     with gr.Row(elem_id="dials"):
         for name in _ALWAYS_IN_VIEW:
@@ -191,16 +195,15 @@ def _lay_out(gr: Any, handlers: Handlers) -> dict[str, Any]:
                 picture("photo")
                 picture("features")
             with gr.Row():
+                picture("merged")
                 picture("similarity")
-                picture("paths")
             with gr.Row():
+                picture("paths")
                 picture("attention")
-                with gr.Column(min_width=160):
-                    for dial in dials.values():
-                        slide(dial)
-                    parts["kind"] = gr.Radio(
-                        _KINDS, value="norm", label="attention", elem_id="kind"
-                    )
+            with gr.Row():
+                for dial in dials.values():
+                    slide(dial)
+                parts["kind"] = gr.Radio(_KINDS, value="norm", label="attention", elem_id="kind")
     return parts
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from veca._util.cuda import side_stream
 from veca._util.memory import is_out_of_memory, peak_tensor_memory
-from veca.checks import check_budget, check_keep
+from veca.checks import check_budget, check_share
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
 from veca.engine import compile_for_inference
@@ -47,10 +47,12 @@ class Contender:
     cores: int | None = None
     own_graph: bool = False
     """It replays CUDA graphs of its own, so `BenchPlan.graph` leaves it as it is."""
+    keep: float = 1.0
+    """The share of patch tokens that go on."""
 
     @property
     def label(self) -> str:
-        return _label(self.name, self.cores)
+        return _label(self.name, self.cores, self.keep)
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,6 @@ class BenchPlan:
     """Time spent on the rounds of each size, at least."""
     limit: float = 120.0
     """No new round begins after this many seconds at one size, whatever `repeats` says."""
-    keep: float = 1.0
-    """Share of patch tokens that go on in the VECA network."""
     graph: bool = False
     """CUDA only: time the replay of a captured graph, without the cost of launching kernels."""
 
@@ -86,7 +86,6 @@ class BenchPlan:
         for size in self.sizes:
             _require_whole("sizes", size)
         check_choice("dtype", self.dtype, DTYPES)
-        object.__setattr__(self, "keep", check_keep(self.keep))
         if self.graph and torch.device(self.device).type != "cuda":
             raise InputError(f"graph replay needs a CUDA device, got {self.device!r}.")
 
@@ -119,10 +118,12 @@ class BenchRow:
     speedup: float
     """How many times faster than the yardstick: its median time over this one's."""
     error: str = ""
+    keep: float = 1.0
+    """The share of patch tokens that go on."""
 
     @property
     def label(self) -> str:
-        return _label(self.model, self.cores)
+        return _label(self.model, self.cores, self.keep)
 
 
 def bench(
@@ -130,6 +131,7 @@ def bench(
     plan: BenchPlan | None = None,
     *,
     cores: Sequence[int] | None = None,
+    keep: Sequence[float] = (1.0,),
     dense: bool = True,
     name: str | None = None,
     progress: Callable[[str], None] | None = None,
@@ -141,6 +143,7 @@ def bench(
         model: a preset's name or a configuration (fresh weights), saved weights (a folder, a
             file or a hub id), or a model, which is not changed.
         cores: budgets; by default 8 and the whole bank.
+        keep: shares of patch tokens that go on, for each of the budgets.
         dense: also measure `DenseVit`, and report speed-ups against it.
         name: what the rows call the network.
         progress: called with a line of text as the work goes on.
@@ -148,9 +151,9 @@ def bench(
     """
     plan = plan or BenchPlan()
     network, veca = find_model(model)
-    budgets = check(veca.config, plan, cores)
+    budgets, shares = check(veca.config, plan, cores), check_shares(keep)
     return race(
-        contenders_for(veca, budgets, plan, dense=dense),
+        contenders_for(veca, budgets, plan, dense=dense, keep=shares),
         plan,
         network=name or network,
         yardstick=DENSE if dense else None,
@@ -186,12 +189,24 @@ def check(config: VecaConfig, plan: BenchPlan, cores: Sequence[int] | None = Non
     return [check_budget(c, whole) for c in cores or sorted({min(8, whole), whole})]
 
 
-def contenders_for(
-    model: Veca, cores: Sequence[int], plan: BenchPlan, *, dense: bool = True
-) -> list[Contender]:
-    """The dense yardstick (if wanted) and one contender a budget, on the plan's device.
+def check_shares(keep: Sequence[float | str]) -> list[float]:
+    """Refuse shares of tokens that cannot be timed; each once."""
+    if not keep:
+        raise InputError("keep is empty; give at least one share of patch tokens, such as 0.5.")
+    return list(dict.fromkeys(check_share(share) for share in keep))
 
-    On CUDA the inference engine joins, once a budget; it compiles at each new size, which takes
+
+def contenders_for(
+    model: Veca,
+    cores: Sequence[int],
+    plan: BenchPlan,
+    *,
+    dense: bool = True,
+    keep: Sequence[float] = (1.0,),
+) -> list[Contender]:
+    """The dense yardstick (if wanted) and one contender a budget and share, on the plan's device.
+
+    On CUDA the inference engine joins, once for each; it compiles at each new size, which takes
     seconds, before anything is timed.
     """
     device, dtype = torch.device(plan.device), DTYPES[plan.dtype]
@@ -202,20 +217,16 @@ def contenders_for(
         contenders.append(Contender(DENSE, yardstick.to(device, dtype).eval()))
     ours = copy.deepcopy(model).to(device, dtype).eval()
 
-    def at_budget(budget: int) -> Callable[[Tensor], object]:
-        return lambda images: ours(images, cores=budget, keep=plan.keep)
+    points = [(budget, share) for budget in cores for share in keep]
 
-    merged = "" if plan.keep == 1 else f", keep {plan.keep:g}"
-    contenders += [Contender(f"veca{merged}", at_budget(budget), budget) for budget in cores]
+    def at(run: Callable[..., object], budget: int, share: float) -> Callable[[Tensor], object]:
+        return lambda images: run(images, cores=budget, keep=share)
+
+    contenders += [Contender("veca", at(ours, c, k), c, keep=k) for c, k in points]
     if device.type == "cuda":
-        engine = compile_for_inference(ours, dtype=dtype, cache=len(cores))
-
-        def by_engine(budget: int) -> Callable[[Tensor], object]:
-            return lambda images: engine(images, cores=budget, keep=plan.keep)
-
+        engine = compile_for_inference(ours, dtype=dtype, cache=len(points))
         contenders += [
-            Contender(f"veca engine{merged}", by_engine(budget), budget, own_graph=True)
-            for budget in cores
+            Contender("veca engine", at(engine, c, k), c, own_graph=True, keep=k) for c, k in points
         ]
     return contenders
 
@@ -425,6 +436,7 @@ def _row(
         peak_mib=trial.peak / 2**20,
         speedup=base / ms,
         error=trial.error,
+        keep=contender.keep,
     )
 
 
@@ -448,8 +460,9 @@ def _own_seed() -> Iterator[None]:
         yield
 
 
-def _label(name: str, cores: int | None) -> str:
-    return name if cores is None else f"{name}, {cores} core{'s' * (cores != 1)}"
+def _label(name: str, cores: int | None, keep: float) -> str:
+    parts = [name] if cores is None else [name, f"{cores} core{'s' * (cores != 1)}"]
+    return ", ".join(parts if keep == 1 else [*parts, f"keep {keep:g}"])
 
 
 def _require_whole(name: str, value: object) -> None:

@@ -12,6 +12,7 @@ from veca.cli.common import (
     Device,
     Threads,
     console,
+    parse_keeps,
     parse_numbers,
     pick_device,
     writable_folder,
@@ -36,8 +37,12 @@ def bench(
         str | None, typer.Option(help="Budgets, such as 8,64.", show_default="8 and all")
     ] = None,
     keep: Annotated[
-        float, typer.Option(help="The share of patch tokens that go on after merging, 0.2 to 1.")
-    ] = 1.0,
+        str | None,
+        typer.Option(
+            help="Shares of patch tokens that go on after merging, such as 0.5,1.",
+            show_default="1: all",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 1,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -74,17 +79,17 @@ def bench(
         repeats=repeats,
         seconds=seconds,
         limit=limit,
-        keep=keep,
         graph=graph,
     )
     name, network = library.find_model(model)
     budgets = library.check(
         network.config, plan, parse_numbers(cores, "--cores") if cores else None
     )
+    shares = library.check_shares(parse_keeps(keep) if keep is not None else [1.0])
     where = library.machine(plan.device)
     rows: list[BenchRow] = []
 
-    def write(new: list[BenchRow]) -> None:
+    def keep_rows(new: list[BenchRow]) -> None:
         rows.extend(new)
         # After each size, so that what is stopped half way leaves its first half.
         library.write_csv(out / "bench.csv", rows, where)
@@ -95,10 +100,11 @@ def bench(
             network,
             plan,
             cores=budgets,
+            keep=shares,
             dense=dense,
             name=name,
             progress=status.update,
-            on_rows=write,
+            on_rows=keep_rows,
         )
 
     console.print(_table(rows))

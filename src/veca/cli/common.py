@@ -152,6 +152,14 @@ def parse_keep(text: str | None) -> float | str | None:
     return read_keep(text)
 
 
+def parse_keeps(text: str) -> list[float | str]:
+    """'0.35,0.5,1' -> [0.35, 0.5, 1.0]; one of them may be 'auto'."""
+    from veca.checks import read_keep
+
+    parts = [part for part in text.split(",") if part.strip()]
+    return list(dict.fromkeys(read_keep(part) for part in parts or [text]))
+
+
 def parse_what(text: str) -> list[str]:
     """'cls,patches' -> ["cls", "patches"]."""
     return [part.strip() for part in text.split(",") if part.strip()]

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import Threads, console, count, parse_numbers, parse_size
+from veca.cli.common import Threads, console, count, parse_keep, parse_numbers, parse_size
 from veca.errors import InputError
 
 
@@ -37,9 +37,12 @@ def export(
         ),
     ] = "any",
     keep: Annotated[
-        float,
-        typer.Option(help="The share of patch tokens that go on, 0.2 to 1; part of the file."),
-    ] = 1.0,
+        str | None,
+        typer.Option(
+            help="The share of patch tokens that go on after merging, 0.2 to 1; part of the file.",
+            show_default="1: all",
+        ),
+    ] = None,
     size: Annotated[
         str, typer.Option(help="dynamic (any on the patch grid), or HEIGHTxWIDTH to fix it.")
     ] = "dynamic",
@@ -71,6 +74,7 @@ def export(
     from veca.export.onnx_file import require_onnx
     from veca.weights import load
 
+    share = parse_keep(keep)
     budgets: list[int | str] = [
         ANY if part == ANY else parse_numbers(part, "--cores")[0]
         for part in (p.strip() for p in cores.split(","))
@@ -90,7 +94,7 @@ def export(
             out,
             to=to.value,
             cores=budgets,
-            keep=keep,
+            keep=share,
             size=fixed,
             dtype=dtype.value,
             name=name or _name(weights),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from veca.cli.common import Device, console, parse_numbers, pick_device
+from veca.cli.common import Device, console, parse_keeps, parse_numbers, pick_device
 
 if TYPE_CHECKING:
     from veca.config import VecaConfig
@@ -29,20 +31,30 @@ def info(
     cores: Annotated[
         str | None, typer.Option(help="Budgets, such as 8,64.", show_default=_BUDGETS)
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of patch tokens that go on after merging, such as 0.35,0.5,1.",
+            show_default="1: all",
+        ),
+    ] = None,
     half: Annotated[bool, typer.Option(help="Memory for 16-bit numbers instead of 32.")] = False,
     device: Device = "auto",
 ) -> None:
-    """Interactions, FLOPs, parameters and memory at each size and budget, beside a dense ViT.
+    """Interactions, FLOPs, parameters and memory at each size, budget and share of tokens.
+
+    They stand beside those of a dense ViT.
 
     Without a model: the presets, the weights at hand and the attention backend of this machine;
     with a size or budgets, what each preset costs.
     """
-    if model is None and not (size or cores or half):
+    if model is None and not (size or cores or keep or half):
         _overview(device)
         return
     sizes = parse_numbers(_SIZES if size is None else size, "--size")
     budgets = parse_numbers(_BUDGETS if cores is None else cores, "--cores")
-    _costs(model, sizes, budgets, 2 if half else 4)
+    shares = [1.0] if keep is None else parse_keeps(keep)
+    _costs(model, sizes, budgets, shares, 2 if half else 4)
 
 
 def _overview(device: str) -> None:
@@ -72,7 +84,13 @@ def _overview(device: str) -> None:
     console.print(f"Attention on {place}: {choice.backend} ({choice.reason})")
 
 
-def _costs(model: str | None, sizes: list[int], budgets: list[int], number: int) -> None:
+def _costs(
+    model: str | None,
+    sizes: list[int],
+    budgets: list[int],
+    shares: Sequence[float | str],
+    number: int,
+) -> None:
     """A table for a model, or for each preset where none is given."""
     from veca import PRESETS, cost
     from veca.weights import describe_config
@@ -82,12 +100,14 @@ def _costs(model: str | None, sizes: list[int], budgets: list[int], number: int)
         models = [describe_config(model)]
     for _, config in models:  # before the first table: nothing is shown of what cannot be
         for size in sizes:
-            for budget in budgets:
-                cost(config, size, budget)
+            for budget, share in product(budgets, shares):
+                cost(config, size, budget, keep=share)
     for name, config in models:
-        console.print(_table(name, config, sizes, budgets, number))
+        console.print(_table(name, config, sizes, budgets, shares, number))
     console.print(
-        "For one image. N: patches. Pairs: interactions of one layer over N². Attn GF: GFLOPs of "
+        "For one image. N: patches. "
+        + ("Keep: the share of them that go on as tokens after merging. " * (shares != [1]))
+        + "Pairs: interactions of one layer over N². Attn GF: GFLOPs of "
         "one block's q, k, v and output projections and attention. MiB: activations of "
         f"{number} bytes a number, to run and to train (without gradient checkpointing), fused "
         "attention, not compiled.",
@@ -96,7 +116,12 @@ def _costs(model: str | None, sizes: list[int], budgets: list[int], number: int)
 
 
 def _table(
-    name: str, config: VecaConfig, sizes: list[int], budgets: list[int], number: int
+    name: str,
+    config: VecaConfig,
+    sizes: list[int],
+    budgets: list[int],
+    shares: Sequence[float | str],
+    number: int,
 ) -> Table:
     from veca import cost
 
@@ -107,14 +132,17 @@ def _table(
         box=box.SIMPLE_HEAD,
         padding=0,
     )
-    columns = ("pixels", "N", "cores", "pairs", "attn GF", "/ dense", "GFLOPs", "/ dense")
+    with_share = [*shares] != [1]
+    dials = ("cores", "keep") if with_share else ("cores",)
+    columns = ("pixels", "N", *dials, "pairs", "attn GF", "/ dense", "GFLOPs", "/ dense")
     for column in (*columns, "MiB run", "MiB train"):
         table.add_column(column, justify="right", no_wrap=True)
     for size in sizes:
-        for budget in budgets:
-            c = cost(config, size, budget, bytes_per_number=number)
+        for budget, share in product(budgets, shares):
+            c = cost(config, size, budget, keep=share, bytes_per_number=number)
             table.add_row(
                 *(str(size), str(c.grid[0] * c.grid[1]), str(budget)),
+                *([f"{c.keep:g}"] if with_share else []),
                 f"{c.interaction_ratio:.1%}",
                 f"{c.veca.attention_flops / 1e9:.4g}",
                 f"{c.attention_ratio:.3f}",
@@ -125,7 +153,9 @@ def _table(
             )
         c = cost(config, size, bytes_per_number=number)
         table.add_row(
-            *(str(size), str(c.grid[0] * c.grid[1]), "dense", "100.0%"),
+            *(str(size), str(c.grid[0] * c.grid[1]), "dense"),
+            *([""] if with_share else []),
+            "100.0%",
             f"{c.dense.attention_flops / 1e9:.4g}",
             "1.000",
             f"{c.dense.flops / 1e9:.4g}",

@@ -106,12 +106,12 @@ _POINTS: dict[Any, PointOptions] = {
         "agreement": ("agreement", float),
         "precision": ("set_", lambda precision: [f"extract.dtype={precision}"]),
     },
-    export: {"weights": ("weights", str), "cores": ("cores", str), "keep": ("keep", float)},
+    export: {"weights": ("weights", str), "cores": ("cores", str), "keep": ("keep", str)},
     bench: {
         "weights": ("model", str),
         "size": ("sizes", str),
         "cores": ("cores", str),
-        "keep": ("keep", float),
+        "keep": ("keep", str),
         "precision": ("dtype", str),
     },
 }

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from veca.cli.common import (
+    Agreement,
     Device,
+    Keep,
     ShownSize,
     Threads,
     command_line,
     console,
     find_photos,
+    parse_keep,
     parse_numbers,
     parse_size,
     pick_device,
@@ -32,7 +35,7 @@ def viz(
         str,
         typer.Argument(
             help="report (all of them as a page), features, sizes, agreement, attention, cores, "
-            "paths, states, similarity or numbers.",
+            "paths, states, similarity, merged or numbers.",
             show_default=False,
         ),
     ],
@@ -53,6 +56,8 @@ def viz(
     cores: Annotated[
         str | None, typer.Option(help="Budgets, such as 8,32,64.", show_default="the figure's own")
     ] = None,
+    keep: Keep = None,
+    agreement: Agreement = None,
     layers: Annotated[
         str | None, typer.Option(help="Layers, such as 1,4,8,12.", show_default="the figure's own")
     ] = None,
@@ -109,11 +114,15 @@ def viz(
     }
     shorts = parse_numbers(sizes, "--sizes")
     library.Options(kind=kind, method=colours)  # both are checked before the weights are read
+    share = parse_keep(keep)
     files, pixels = find_photos(photos), parse_size(size)
     if threads is not None:
         torch.set_num_threads(threads)
     name, model, fresh = load_or_fresh(weights, pick_device(device))
-    views = [library.View(model, file, pixels, height=height) for file in files]
+    views = [
+        library.View(model, file, pixels, height=height, keep=share, agreement=agreement)
+        for file in files
+    ]
     options = library.Options(
         **asked,
         sizes=shorts,

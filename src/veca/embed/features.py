@@ -30,6 +30,7 @@ from veca._util.files import place_for
 from veca._util.numbers import count
 from veca._util.threads import batches_at_once
 from veca.checks import check_agreement, check_budget, check_keep, check_model
+from veca.config import AUTO as CHOSEN
 from veca.embed.estimate import DiskEstimate, estimate, warn_of_memory
 from veca.embed.pca import FILE as PCA_FILE
 from veca.embed.pca import Reduction, Sample, sample_size
@@ -219,7 +220,7 @@ def extract(
             strict=on_error == "raise",
         )
         results = compute_ahead(
-            partial(_compute, compute, cores=settings["cores"]),
+            partial(_compute, compute, settings),
             batch_by_shape(ready, batch_size),
             at_once=at_once,
             # If there are few batches, each gets more than one thread.
@@ -352,7 +353,7 @@ def _sample(
     with evaluating(model), contextlib.closing(reading):
         images = (_Image(item, one) for item, one in reading if isinstance(one, Preprocessed))
         results = compute_ahead(
-            partial(_compute, compute, cores=settings["cores"]),
+            partial(_compute, compute, settings),
             batch_by_shape(images, batch_size),
             at_once=batches_at_once(compute.device),
             threads=1 if compute.device.type == "cpu" else None,
@@ -474,20 +475,24 @@ def _sift(
             tally.count(failed=1)
 
 
-def _compute(compute: ModelRunner, batch: list[_Image], *, cores: int) -> list[Result[NamedImage]]:
+def _compute(
+    compute: ModelRunner, settings: dict[str, Any], batch: list[_Image]
+) -> list[Result[NamedImage]]:
     pixels = torch.cat([one.pixels for one in batch])
     features, grid = compute(pixels)
     results = []
     for i, (item, image) in enumerate(batch):
         facts = {
             "grid": grid,
-            "cores": cores,
+            "cores": settings["cores"],
             "original_size": image.original_sizes[0],
             "input_size": tuple(pixels.shape[2:]),
             "valid_size": image.valid,
             "crop_box": image.crop_box[0],
         }
         numbers = {name: np.array(value, dtype=np.int64) for name, value in facts.items()}
+        if settings["keep"] not in (1, CHOSEN):
+            numbers["keep"] = np.array(settings["keep"])
         results.append(Result(item, {**{k: v[i] for k, v in features.items()}, **numbers}))
     return results
 

@@ -31,6 +31,7 @@ SEAL = "veca_sha256"
 """The key of the sha256 of the whole file, with zeros in the place of this hash."""
 
 _DIGITS = 64
+_INT64 = 7  # TensorProto.DataType
 _BEFORE_SEAL = SEAL.encode() + bytes([0x12, _DIGITS])  # the value is the entry's second field
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
@@ -71,7 +72,8 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
                 input_names=inputs,
                 output_names=list(OUTPUTS),
                 custom_translation_table={
-                    torch.ops.aten.repeat_interleave.self_int: _repeat_interleave
+                    torch.ops.aten.repeat_interleave.self_int: _repeat_interleave,
+                    torch.ops.aten.sort.stable: _stable_sort,
                 },
             )
         except Exception as error:  # the exporter raises its own and almost any other type
@@ -133,6 +135,23 @@ def _repeat_interleave(self: Any, repeats: Any, dim: Any = None, output_size: An
     times = op.Constant(value_ints=[repeats]) if isinstance(repeats, int) else repeats
     shape = op.Concat(one, op.Reshape(times, flat), axis=0)
     return op.Reshape(op.Expand(op.Unsqueeze(self, one), shape), flat)
+
+
+def _stable_sort(
+    self: Any, stable: Any = None, dim: int = -1, descending: bool = False
+) -> tuple[Any, Any]:
+    """aten.sort that keeps the order of equals, which onnxscript lacks: TopK of all there are.
+
+    Of equal elements TopK puts the one of the lower index first, as ONNX defines it.
+    """
+    from onnxscript import opset18 as op
+
+    axis = op.Constant(value_ints=[dim])
+    count = op.Gather(op.Shape(self), axis)
+    # Runtimes sort few types; what is sorted here are float32 and small whole numbers.
+    numbers = self if self.dtype.is_floating_point() else op.Cast(self, to=_INT64)
+    values, places = op.TopK(numbers, count, axis=dim, largest=int(descending), sorted=1)
+    return op.CastLike(values, self), places
 
 
 def _plain_names(proto: Any, patch_size: int) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from veca._util.extras import require
-from veca.checks import check_blocks, check_budget
+from veca.checks import check_blocks, check_budget, check_keep
 from veca.config import DEFAULT_SIZE, PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
-from veca.model import Veca
+from veca.model import LayerState, Veca
 from veca.weights import load, names, read_config
 
 __all__ = ["TimmVeca", "register"]
@@ -36,11 +36,10 @@ default_cfgs: dict[str, Any] = {}  # filled by `register`; timm looks for it und
 
 
 class _Walk(NamedTuple):
-    tokens: Tensor
-    """[B, C + N, D] after the last block that was run, before the norm."""
-    kept: list[Tensor]
+    last: LayerState
+    """After the last block that was run."""
+    kept: list[LayerState]
     budget: int
-    grid: tuple[int, int]
 
 
 class TimmVeca(nn.Module):
@@ -55,6 +54,8 @@ class TimmVeca(nn.Module):
         global_pool: what the classifier sees: "token" (the first core), "avg" or "max" of the
             patches, "" for all tokens.
         cores: the budget when a call names none; None means all. Can be set later, too.
+        keep: the share of patch tokens that go on after merging when a call names none, 0.2..1;
+            None means all. Can be set later, too.
         drop_rate: dropout before the classifier.
     """
 
@@ -67,12 +68,14 @@ class TimmVeca(nn.Module):
         num_classes: int = 1000,
         global_pool: str = "token",
         cores: int | None = None,
+        keep: float | None = None,
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
         check_budget(cores, config.num_cores)
+        check_keep(keep)
         self.veca = Veca(config)
-        self.cores = cores
+        self.cores, self.keep = cores, keep
         self.num_features = self.head_hidden_size = self.embed_dim = config.feature_width
         self.feature_info = [
             {"module": f"veca.blocks.{i}", "num_chs": config.width, "reduction": config.patch_size}
@@ -115,15 +118,17 @@ class TimmVeca(nn.Module):
 
     # ----------------------------------------------------------------------------------- forward
 
-    def forward(self, x: Tensor, cores: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, cores: int | None = None, keep: float | None = None) -> Tensor:
         """Logits of images [B, 3, H, W]; pooled features without a classifier."""
         budget = self._budget(cores)
-        return self.forward_head(self.forward_features(x, budget), cores=budget)
+        return self.forward_head(self.forward_features(x, budget, keep), cores=budget)
 
-    def forward_features(self, x: Tensor, cores: int | None = None) -> Tensor:
+    def forward_features(
+        self, x: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> Tensor:
         """[B, C + N, D] cores, then patches row by row, after the final norm."""
-        walk = self._walk(x, cores)
-        tokens = self._norm(walk.tokens)
+        walk = self._walk(x, cores, keep)
+        tokens = self._tokens(walk.last, norm=True)
         if not torch.compiler.is_compiling():
             setattr(tokens, _BUDGET, walk.budget)
         return tokens
@@ -155,6 +160,7 @@ class TimmVeca(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
         cores: int | None = None,
+        keep: float | None = None,
     ) -> Any:
         """The tokens after some blocks, and the final ones, in the shapes timm gives them.
 
@@ -173,23 +179,24 @@ class TimmVeca(nn.Module):
         wanted = check_blocks(indices, len(self.veca.blocks))
         last = wanted[-1]
         early = stop_early and (intermediates_only or last == len(self.veca.blocks) - 1)
-        walk = self._walk(x, cores, keep=wanted, last=last + 1 if early else None)
-        kept = [self._norm(tokens) if norm else tokens for tokens in walk.kept]
+        walk = self._walk(x, cores, keep, wanted, last + 1 if early else None)
+        kept = [self._tokens(layer, norm) for layer in walk.kept]
         prefix = [tokens[:, : walk.budget] for tokens in kept]
         patches = [tokens[:, walk.budget :] for tokens in kept]
         if output_fmt == "NCHW":
-            patches = [p.transpose(1, 2).unflatten(2, walk.grid).contiguous() for p in patches]
+            grid = walk.last.grid
+            patches = [p.transpose(1, 2).unflatten(2, grid).contiguous() for p in patches]
         if output_dict:
             result: dict[str, Any] = {"image_intermediates": patches}
             if return_prefix_tokens:
                 result["image_intermediates_prefix"] = prefix
             if not intermediates_only:
-                result["image_features"] = self._norm(walk.tokens)
+                result["image_features"] = self._tokens(walk.last, norm=True)
             return result
         shown: list[Any] = patches
         if return_prefix_tokens:
             shown = list(zip(patches, prefix, strict=True))
-        return shown if intermediates_only else (self._norm(walk.tokens), shown)
+        return shown if intermediates_only else (self._tokens(walk.last, norm=True), shown)
 
     def prune_intermediate_layers(
         self,
@@ -248,18 +255,28 @@ class TimmVeca(nn.Module):
             )
         return budget
 
-    def _norm(self, tokens: Tensor) -> Tensor:
-        return self.veca.project(self.veca.norm(tokens))
+    def _tokens(self, layer: LayerState, norm: bool) -> Tensor:
+        """[B, C + N, D] cores and patches after a layer, through the final norm or raw."""
+        if layer.periphery.token_of is None:  # as they are, without a copy
+            return self.veca.project(self.veca.norm(layer.tokens)) if norm else layer.tokens
+        out = self.veca.output(layer, norm)
+        return torch.cat([out.cores, out.patches], dim=1)
 
     def _walk(
-        self, x: Tensor, cores: int | None, keep: Sequence[int] = (), last: int | None = None
+        self,
+        x: Tensor,
+        cores: int | None,
+        keep: float | None,
+        wanted: Sequence[int] = (),
+        last: int | None = None,
     ) -> _Walk:
         budget = self._budget(cores)
-        kept: list[Tensor] = []
-        for layer in self.veca.walk(x, budget, last=last):
-            if layer.number - 1 in keep:
-                kept.append(layer.tokens)
-        return _Walk(layer.tokens, kept, budget, layer.grid)
+        kept: list[LayerState] = []
+        share = self.keep if keep is None else keep
+        for layer in self.veca.walk(x, budget, last=last, keep=share):
+            if layer.number - 1 in wanted and not layer.merging:
+                kept.append(layer)
+        return _Walk(layer, kept, budget)
 
 
 def pretrained_cfg(config: VecaConfig) -> dict[str, Any]:

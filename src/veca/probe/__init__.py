@@ -22,7 +22,7 @@ from veca.probe.backbone import (
 )
 from veca.probe.blind import BlindBackbone
 from veca.probe.data import check_data, parse_options
-from veca.probe.load import load_backbones, parse_budgets, parse_keeps, probe_budgets
+from veca.probe.load import load_backbones, parse_budgets, probe_budgets
 from veca.probe.protocol import TASKS, Protocol, available_protocols, load_protocol
 from veca.probe.record import (
     Row,
@@ -57,7 +57,6 @@ __all__ = [
     "load_backbones",
     "load_protocol",
     "parse_budgets",
-    "parse_keeps",
     "parse_options",
     "planned_subject",
     "probe_budgets",

@@ -14,7 +14,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from veca.errors import ProbeError
 from veca.images import normalize
 from veca.model import Veca
 from veca.probe.protocol import Extract
+from veca.probe.record import label_of
 from veca.weights.names import public_name
 from veca.weights.tensors import content_hash
 
@@ -182,7 +183,7 @@ class _OwnBackbone(Backbone):
             config,
             (grid[0] * config.patch_size, grid[1] * config.patch_size),
             self.cores,
-            keep=cast("float | None", self.keep),
+            keep=self.keep,
         )
 
 
@@ -432,16 +433,6 @@ def guarded_features(
             "usable."
         )
     return out
-
-
-def label_of(
-    name: str, cores: int | None, keep: float | str | None, agreement: float | None = None
-) -> str:
-    """How a row is called: its name, and what of its dials says something."""
-    parts = [name] if cores is None else [name, f"C={cores}"]
-    if keep not in (None, 1):
-        parts.append(f"K={keep}" if agreement is None else f"K={keep} {agreement}")
-    return " ".join(parts)
 
 
 def _named_features(projection: bool) -> dict[str, str]:

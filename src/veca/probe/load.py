@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from veca._util.numbers import parse_numbers
-from veca.checks import check_agreement, check_keep, read_keep
+from veca.checks import check_agreement, check_keep
 from veca.config import AUTO
 from veca.errors import InputError
 from veca.probe.backbone import (
@@ -108,9 +108,3 @@ def parse_budgets(text: str) -> list[int]:
     if step < 1 or (last - numbers[at - 1]) % step:
         raise InputError(f"--cores {text!r}: {last} is not reached in equal steps.")
     return [*numbers[: at - 1], *range(numbers[at - 1], last + 1, step)]
-
-
-def parse_keeps(text: str) -> list[float | str]:
-    """'0.35,0.5,1' -> [0.35, 0.5, 1.0]; one of them may be 'auto'."""
-    parts = [part for part in text.split(",") if part.strip()]
-    return list(dict.fromkeys(read_keep(part) for part in parts or [text]))

@@ -17,7 +17,7 @@ from typing import Any
 from veca._util.extras import require
 from veca._util.files import atomic_write
 from veca.probe.intervals import Interval
-from veca.probe.record import Row, Run
+from veca.probe.record import Row, Run, label_of
 from veca.probe.table import is_percent, metric_title, ordered, show_metric
 
 # Okabe and Ito's colours, told apart with any kind of colour vision.
@@ -59,13 +59,23 @@ class _Chart:
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each network and size, by budget, under a name for the legend."""
+    """The rows of each network and size, by budget, under a name for the legend.
+
+    Of several shares of tokens each has a curve, or a point where there is one budget.
+    """
     sizes = {row.size for row in rows}
+    by_share = _by_share(rows)
     groups: dict[str, list[Row]] = {}
     for row in ordered(rows):
         size = f", {row.size} px" if len(sizes) > 1 else ""
-        groups.setdefault(f"{row.name}{size}", []).append(row)
+        share = "" if by_share else label_of("", None, row.keep, row.agreement)
+        groups.setdefault(f"{row.name}{share}{size}", []).append(row)
     return groups
+
+
+def _by_share(rows: Sequence[Row]) -> bool:
+    """Whether networks differ in the share of tokens, at one budget."""
+    return any(row.merges for row in rows) and len({r.cores for r in rows if r.cores}) == 1
 
 
 def limits(
@@ -165,15 +175,18 @@ def _charts(runs: Sequence[Run]) -> list[_Chart]:
         found = [chart("cores", "cores") if any(row.cores for row in rows) else chart("", "")]
     kept = _kept(rows)
     if any(row.interval_full and row.interval_full[1] > row.interval_full[0] for row in kept):
+        dial, of_dial = "cores", "cores"
+        if _by_share(rows):
+            dial, of_dial = "share of patch tokens", "share"
         shares = [100.0 * (row.retention_full or 0.0) for row in kept]
         shown = limits(
             [*shares, 100.0], [_scaled(row.interval_full, 100.0) for row in kept], percent=True
         )
         found.append(
             _Chart(
-                "Kept of the full budget, by cores",
-                lambda r: r.cores,
-                "cores",
+                f"Kept of the full budget, by {dial}",
+                lambda r: getattr(r, of_dial, None),
+                dial,
                 lambda r: None if r not in kept else 100.0 * (r.retention_full or 0.0),
                 "retention of the full budget, %",
                 lambda r: _scaled(r.interval_full, 100.0),
@@ -284,15 +297,16 @@ def _draw_curve(
 
 def _label_budgets(axis: Any, chart: _Chart, rows: Sequence[Row]) -> None:
     """The number of cores above each point; once where several networks cost the same."""
-    highest: dict[tuple[float, int | None], float] = {}
+    highest: dict[tuple[float, str], float] = {}
+    by_share = _by_share(rows)
     for row in rows:
         x, y = chart.x(row), chart.y(row)
         if x and y is not None:
-            place = (x, row.cores)
+            place = (x, f"K={row.keep}" if by_share else f"{row.cores}")
             highest[place] = max(y, highest.get(place, y))
-    for (x, cores), y in highest.items():
+    for (x, text), y in highest.items():
         axis.annotate(
-            f"{cores}", (x, y), (0, 6), textcoords="offset points", fontsize=7.5, ha="center",
+            text, (x, y), (0, 6), textcoords="offset points", fontsize=7.5, ha="center",
             color=_INK, zorder=4,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,25 @@ class Row:
     """The same of what is kept of the teacher's score."""
     interval_full: Interval | None = None
     """The same of what is kept of the full budget's."""
+    keep: float | str | None = None
+    """The share of patch tokens that went on, or "auto"; None and 1: all."""
+    agreement: float | None = None
+    """What "auto" promised."""
 
     @property
     def label(self) -> str:
-        return self.name if self.cores is None else f"{self.name} C={self.cores}"
+        return label_of(self.name, self.cores, self.keep, self.agreement)
+
+    @property
+    def merges(self) -> bool:
+        return self.keep not in (None, 1)
+
+    @property
+    def share(self) -> float | None:
+        """`keep` where it is a number; all of them are 1."""
+        if isinstance(self.keep, str):
+            return None
+        return 1.0 if self.keep is None else self.keep
 
 
 @dataclass(frozen=True)
@@ -125,7 +140,7 @@ class Run:
 
     def subject(self) -> dict[str, Any]:
         """What is measured: two runs with the same subject may replace each other."""
-        rows = [(row.name, row.cores, row.size) for row in self.rows]
+        rows = [(row.label, row.size) for row in self.rows]
         return subject(self.task, self.dataset["name"], self.protocol, rows)
 
 
@@ -146,15 +161,22 @@ def _row(table: dict[str, Any]) -> Row:
     return Row(**fields)
 
 
+def label_of(
+    name: str, cores: int | None, keep: float | str | None, agreement: float | None = None
+) -> str:
+    """How a row is called: its name, and what of its dials says something."""
+    parts = [name] if cores is None else [name, f"C={cores}"]
+    if keep not in (None, 1):
+        parts.append(f"K={keep}" if agreement is None else f"K={keep} {agreement}")
+    return " ".join(parts)
+
+
 def subject(
-    task: str,
-    dataset: str,
-    protocol: dict[str, Any],
-    rows: Sequence[tuple[str, int | None, int]],
+    task: str, dataset: str, protocol: dict[str, Any], rows: Iterable[tuple[str, int]]
 ) -> dict[str, Any]:
-    """See `Run.subject`; from what is known before a run. `rows`: (name, cores, size)."""
+    """See `Run.subject`; from what is known before a run. `rows`: (label, size)."""
     constants = scoring_constants(protocol)
-    listed = sorted([name, cores or 0, size] for name, cores, size in rows)
+    listed = sorted([label, size] for label, size in rows)
     return {"task": task, "dataset": dataset, "protocol": constants, "rows": listed}
 
 

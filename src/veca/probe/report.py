@@ -20,6 +20,7 @@ from veca.probe.table import (
     explain,
     header,
     machine_line,
+    merges,
     metric_title,
     ordered,
     show_metric,
@@ -129,7 +130,8 @@ def _add_group(page: Page, group: Group, missing: str) -> str:
             page.pictures(plots, " ".join(captions(group.runs)))
     except MissingExtraError as error:
         missing = str(error)
-    page.table(header(run), [cells(one, row) for one, row in group.rows])
+    keeps = merges(*group.runs)
+    page.table(header(run, keeps), [cells(one, row, keeps) for one, row in group.rows])
     page.text(explain(next((one for one in group.runs if one.resampling), run)), "small")
     for note in dict.fromkeys(n for one in group.runs for n in [*one.notes, *verified(one)]):
         page.text(note, "small")
@@ -158,7 +160,7 @@ def _all(groups: Sequence[Group]) -> list[list[str]]:
                 for row in students
                 if (row.name, row.size) == (students[0].name, students[0].size)
             ),
-            key=lambda row: row.cores or 0,
+            key=lambda row: (row.cores or 0, row.share or 1.0),
         )
         lines.append(
             [

@@ -171,7 +171,7 @@ def planned_subject(
     chosen = _at_sizes(load_protocol(protocol), task, sizes)
     name = find_dataset(dataset, DATASET_TASK[task]).info.name
     used = _used_sizes(chosen, task, sizes)
-    rows = [(b.name, b.cores, size) for size in used for b in backbones]
+    rows = [(b.label, size) for size in used for b in backbones]
     return subject(task, name, chosen.only(task), rows)
 
 
@@ -255,6 +255,8 @@ def _rows(
                 interval=resampling.score_interval(drawn[i], metric),
                 interval_teacher=interval_teacher,
                 interval_full=interval_full,
+                keep=o.backbone.keep,
+                agreement=o.backbone.agreement,
             )
         )
     return rows
@@ -266,12 +268,12 @@ def _teachers(outcomes: Sequence[Outcome]) -> dict[int, int]:
 
 
 def _full_budgets(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], int]:
-    """(name, size) -> the place of its outcome with all cores."""
+    """(name, size) -> the place of its outcome with all cores and all tokens."""
     places = {}
     for i, o in enumerate(outcomes):
         config = getattr(getattr(o.backbone, "model", None), "config", None)
         bank = getattr(config, "num_cores", None)
-        if bank is not None and o.backbone.cores == bank:
+        if bank is not None and o.backbone.cores == bank and o.backbone.keep == 1:
             places[o.backbone.name, o.size] = i
     return places
 

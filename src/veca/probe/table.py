@@ -7,7 +7,7 @@ import dataclasses
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from veca._util.files import atomic_write_text
 from veca._util.numbers import count
@@ -58,20 +58,32 @@ def shown_metrics(run: Run) -> list[str]:
     return [run.metric, *_ALSO.get(run.task, ())]
 
 
-def header(run: Run) -> list[str]:
+def merges(*runs: Run) -> bool:
+    """Whether tables tell how many tokens went on: some row of these runs merges."""
+    return any(row.merges for run in runs for row in run.rows)
+
+
+def header(run: Run, keeps: bool | None = None) -> list[str]:
+    """Titles of the columns.
+
+    Args:
+        keeps: with the share of tokens; by default where a row merges.
+    """
     first, *more = (metric_title(metric) for metric in shown_metrics(run))
     scores = [first, "95 %", *more]
     costs = ["interactions", "GFLOPs", "ms"]
-    return ["backbone", "cores", "px", *scores, "of teacher", "of full", *costs]
+    dials = ["cores", "keep"] if (merges(run) if keeps is None else keeps) else ["cores"]
+    return ["backbone", *dials, "px", *scores, "of teacher", "of full", *costs]
 
 
-def cells(run: Run, row: Row) -> list[str]:
+def cells(run: Run, row: Row, keeps: bool | None = None) -> list[str]:
     """One row of the table as text; empty where there is nothing to say."""
     first, *more = (show_metric(metric, row.metrics[metric]) for metric in shown_metrics(run))
     scores = [first, show_interval(run.metric, row.interval), *more]
     return [
         row.name,
         "" if row.cores is None else str(row.cores),
+        *([_show_keep(row)] if (merges(run) if keeps is None else keeps) else []),
         str(row.size or f"{row.input[0]}x{row.input[1]}"),
         *scores,
         _show_kept(row.retention_teacher if row.role != "teacher" else None, row.interval_teacher),
@@ -83,11 +95,15 @@ def cells(run: Run, row: Row) -> list[str]:
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """By size; the teacher first, then students by budget, then baselines."""
+    """By size; the teacher first, then students by budget and share, then baselines."""
     roles = {"teacher": 0, "student": 1, "baseline": 2}
-    return sorted(
-        rows, key=lambda row: (row.size, roles.get(row.role, 3), row.name, row.cores or 0)
-    )
+
+    def place(row: Row) -> tuple[Any, ...]:
+        share = 0.0 if row.share is None else row.share
+        budget = (row.cores or 0, share, row.agreement or 0.0)
+        return (row.size, roles.get(row.role, 3), row.name, *budget)
+
+    return sorted(rows, key=place)
 
 
 def rich_table(run: Run) -> Table:
@@ -139,6 +155,7 @@ def explain(run: Run) -> str:
         f"{metric_title(run.metric)}: {better} is better, on {features}. 'of teacher' and 'of "
         f"full': {kept} that of the teacher and of the full budget, 100 % being as good. "
         "Interactions: query-key pairs in one layer's attention. ms: median of one image, measured."
+        + (" keep: the share of patch tokens that go on after merging." if merges(run) else "")
         + explain_intervals(run)
     )
 
@@ -200,9 +217,9 @@ def csv_text(run: Run) -> str:
     """One line a row, numbers as they are; every metric, and what tells runs apart."""
     metrics = list(dict.fromkeys(name for row in run.rows for name in row.metrics))
     names = [
-        "task", "dataset", "protocol", "backbone", "role", "cores", "size", "height", "width",
-        *metrics, "retention_teacher", "retention_full", *_ENDS, "interactions", "flops", "ms",
-        "spread_ms", "device", "threads", "torch", "veca", "date",
+        "task", "dataset", "protocol", "backbone", "role", "cores", "keep", "agreement",
+        "size", "height", "width", *metrics, "retention_teacher", "retention_full", *_ENDS,
+        "interactions", "flops", "ms", "spread_ms", "device", "threads", "torch", "veca", "date",
     ]  # fmt: skip
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -211,7 +228,8 @@ def csv_text(run: Run) -> str:
     for row in ordered(run.rows):
         values = [
             run.task, run.dataset["name"], run.protocol["name"], row.name, row.role, row.cores,
-            row.size, *row.input, *(row.metrics.get(name) for name in metrics),
+            row.keep, row.agreement, row.size, *row.input,
+            *(row.metrics.get(name) for name in metrics),
             row.retention_teacher, row.retention_full, *_ends(row.interval),
             *_ends(row.interval_teacher), *_ends(row.interval_full), row.interactions, row.flops,
             row.ms,
@@ -234,6 +252,12 @@ def write_tables(run: Run, folder: str | Path) -> list[Path]:
     atomic_write_text(target / "results.csv", csv_text(run))
     atomic_write_text(target / "results.md", markdown(run))
     return [write_run(run, target), target / "results.csv", target / "results.md"]
+
+
+def _show_keep(row: Row) -> str:
+    if row.keep is None:
+        return ""
+    return f"{row.keep:g}" if isinstance(row.keep, float) else f"{row.keep} {row.agreement or ''}"
 
 
 def _show_kept(share: float | None, ends: Interval | None) -> str:

@@ -16,6 +16,7 @@ from veca.viz.colour import heat
 from veca.viz.cores import draw_paths, draw_states, path_lengths
 from veca.viz.features import draw_features, draw_sizes, feature_pictures
 from veca.viz.figure import FORMATS, Figure, Panel
+from veca.viz.merged import draw_merged, merged_picture
 from veca.viz.numbers import Numbers, Verdict, draw_numbers, measure, verdicts
 from veca.viz.project import Palette, Pca, joint_colours, layer_colours, project
 from veca.viz.report import report
@@ -27,12 +28,13 @@ from veca.viz.similarity import (
     draw_similarity,
     point_map,
 )
-from veca.viz.view import PhotoFeatures, View, default_layers, fitting_budgets
+from veca.viz.view import MergeStep, PhotoFeatures, View, default_layers, fitting_budgets
 
 __all__ = [
     "FIGURES",
     "FORMATS",
     "Figure",
+    "MergeStep",
     "Numbers",
     "Options",
     "Palette",
@@ -49,6 +51,7 @@ __all__ = [
     "draw_agreement",
     "draw_attention",
     "draw_features",
+    "draw_merged",
     "draw_numbers",
     "draw_paths",
     "draw_similarity",
@@ -61,6 +64,7 @@ __all__ = [
     "joint_colours",
     "layer_colours",
     "measure",
+    "merged_picture",
     "path_lengths",
     "point_map",
     "project",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from veca.viz.attention import KINDS, draw_attention, draw_single_cores
 from veca.viz.cores import draw_paths, draw_states
 from veca.viz.features import SIZES, draw_features, draw_sizes
 from veca.viz.figure import FORMATS, Figure, check_format
+from veca.viz.merged import draw_merged
 from veca.viz.numbers import draw_numbers, measure, write_csv
 from veca.viz.project import METHODS
 from veca.viz.similarity import Point, draw_agreement, draw_similarity
@@ -110,6 +111,11 @@ FIGURES: dict[str, NamedFigure] = {
         False,
         lambda views, o: draw_states(views[0], o.cores, o.layers, method=o.method, seed=o.seed),
     ),
+    "merged": NamedFigure(
+        "which patches go on as one token, step by step",
+        True,
+        lambda views, o: draw_merged(views, o.cores),
+    ),
     "similarity": NamedFigure(
         "what is like the whole image, and like a chosen patch",
         False,
@@ -130,7 +136,16 @@ def draw(name: str, views: View | Sequence[View], options: Options | None = None
         raise InputError("no photos were given; a figure needs at least one.")
     entry, options = find_figure(name), options or Options()
     groups = [several] if entry.together else [[view] for view in several]
-    return [entry.draw(group, options) for group in groups]
+    figures = [entry.draw(group, options) for group in groups]
+    return [_with_share(figure, several[0]) for figure in figures]
+
+
+def _with_share(figure: Figure, view: View) -> Figure:
+    """With a caption that names the share of tokens that went on, if not all did."""
+    if not view.merges:
+        return figure
+    promise = "" if view.agreement is None else f" with an agreement of {view.agreement:g}"
+    return replace(figure, caption=f"{figure.caption} Tokens: keep {view.keep}{promise}.")
 
 
 def find_figure(name: str) -> NamedFigure:

@@ -11,7 +11,7 @@ from veca._util.files import atomic_write, place_for
 from veca._util.html import Page
 from veca.cost import cost
 from veca.viz import numbers
-from veca.viz.catalogue import FIGURES, Options
+from veca.viz.catalogue import Options, draw
 from veca.viz.default_weights import FRESH, is_fresh
 from veca.viz.figure import Figure
 from veca.viz.view import View, check_budgets, default_layers, unique_names
@@ -29,8 +29,11 @@ _PARTS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("cores", "Single cores", {"cores": None}),
     ("paths", "Where the cores travel", {}),
     ("states", "The states of the cores", {"cores": None}),
+    ("merged", "What was merged", {"cores": None}),
 )
-PARTS = tuple(name for name, _, _ in _PARTS)
+_OF_MERGING = ("merged",)
+"""Parts of views that merge only."""
+PARTS = tuple(name for name, _, _ in _PARTS if name not in _OF_MERGING)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def report(
     for stem, view in unique_names(views):
         if len(views) > 1:
             page.heading(stem)
-        for name in PARTS:
+        for name in (*PARTS, *(_OF_MERGING if view.merges else ())):
             progress(f"{stem}: {name}")
             title, figure = draw_part(view, name, options)
             path = folder / f"{stem}-{name}.png"
@@ -101,7 +104,7 @@ def draw_part(view: View, name: str, options: Options | None = None) -> tuple[st
     wanted = replace(options or Options(), **changes)  # type: ignore[arg-type]
     if name == "features-layers" and wanted.layers is None:
         wanted = replace(wanted, layers=default_layers(view.model))
-    return title, FIGURES[name.split("-")[0]].draw([view], wanted)
+    return title, draw(name.split("-")[0], view, wanted)[0]
 
 
 def add_figure(page: Page, figure: Figure, path: Path, title: str, level: int = 2) -> Path:
@@ -160,7 +163,9 @@ def add_numbers(
 
 def _add_costs(page: Page, view: View, budgets: Sequence[int]) -> None:
     size = (view.pixels.shape[2], view.pixels.shape[3])
-    costs = [cost(view.model.config, size, c) for c in budgets]
+    if isinstance(view.keep, str):
+        return  # each photo has its own
+    costs = [cost(view.model.config, size, c, keep=view.keep) for c in budgets]
     page.heading("What a budget costs")
     rows = [
         [

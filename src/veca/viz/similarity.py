@@ -76,14 +76,19 @@ def draw_similarity(
 
 
 def draw_agreement(views: Sequence[View], cores: Sequence[int] | None = None) -> Figure:
-    """How far each patch at small budgets agrees with itself at the full budget; a row a photo."""
+    """How far each patch at small budgets agrees with itself at the full budget; a row a photo.
+
+    The full budget has all tokens; where a view merges, it is a budget like the others.
+    """
     model = views[0].model
     whole = model.config.num_cores
-    budgets = [c for c in check_budgets(model, cores) if c != whole] or [whole]
-    maps = [
-        [agreement_map(v.run(c).patches, v.run(whole).patches, v.grid) for c in budgets]
-        for v in views
-    ]
+    budgets = check_budgets(model, cores)
+    if not views[0].merges:
+        budgets = [c for c in budgets if c != whole] or [whole]
+    maps = []
+    for view in views:
+        full = view.merging(None).run(whole).patches
+        maps.append([agreement_map(view.run(c).patches, full, view.grid) for c in budgets])
     low = min(m.min().item() for row in maps for m in row)
     scale = (min(low, 1 - 1e-3), 1.0)  # a full budget agrees with itself: not a scale of nothing
     rows = [

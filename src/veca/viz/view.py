@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.checks import check_budget, check_layers
+from veca.checks import check_agreement, check_budget, check_keep, check_layers, dial
 from veca.config import DEFAULT_SIZE
 from veca.errors import InputError
 from veca.images import Size, Source, read_image
 from veca.model import Veca, evaluating
 
 _WIDEST = 3.0  # a panel's width over its height, at most; a strip is shown smaller
+
+
+class MergeStep(NamedTuple):
+    """What windows of patches have become before one layer."""
+
+    layer: int
+    """1..L."""
+    token_of: Tensor
+    """[N] the token of each patch."""
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self.token_of.unique())
 
 
 class PhotoFeatures(NamedTuple):
@@ -29,6 +44,8 @@ class PhotoFeatures(NamedTuple):
     """[L, C, D'] the cores after each layer, through the final norm."""
     path: Tensor
     """[L, C, 2] where the cores stood in each layer, (x, y) in [-1, 1]."""
+    steps: tuple[MergeStep, ...]
+    """Where patches merge: in which steps."""
 
 
 class View:
@@ -39,6 +56,8 @@ class View:
         size: as in `veca.preprocess`: the short side in pixels, (height, width), or None.
         name: what figures call it; by default the file's name.
         height: of the pictures drawn of it, in pixels.
+        keep: the share of patch tokens that go on after merging, as the model takes it.
+        agreement: with keep="auto", what is promised.
     """
 
     def __init__(
@@ -49,8 +68,12 @@ class View:
         *,
         name: str | None = None,
         height: int = 256,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> None:
         self.model = model
+        self.keep: float | str = check_keep(keep)
+        self.agreement = check_agreement(agreement, None, keep)
         self.photo = photo if _is_plain(photo) else read_image(photo)
         self.size = size
         self.name = name or (Path(photo).stem if isinstance(photo, (str, Path)) else "photo")
@@ -60,7 +83,7 @@ class View:
         """[1, 3, H, W], normalised."""
         self.grid = batch.grid
         """(h, w): patches down and across."""
-        self._runs: dict[int, PhotoFeatures] = {}
+        self._runs: dict[tuple[int, float | str, float | None], PhotoFeatures] = {}
         self._shown: Image.Image | None = None
 
     @property
@@ -77,24 +100,55 @@ class View:
         """The same photo at another size."""
         if size == self.size:
             return self
-        return View(self.model, self.photo, size, name=self.name, height=self.height)
+        return View(
+            self.model,
+            self.photo,
+            size,
+            name=self.name,
+            height=self.height,
+            keep=self.keep,
+            agreement=self.agreement,
+        )
+
+    def merging(self, keep: float | str | None, agreement: float | None = None) -> View:
+        """The same photo with another share of tokens; they know of each other's runs."""
+        other = copy.copy(self)
+        other.keep = check_keep(keep)
+        other.agreement = check_agreement(agreement, None, keep)
+        return other
+
+    @property
+    def merges(self) -> bool:
+        """Whether patches merge."""
+        return self.keep != 1
 
     def run(self, cores: int | None = None) -> PhotoFeatures:
         """Features, states and paths at a budget, computed once."""
         budget = check_budget(cores, self.model.config.num_cores)
-        if budget not in self._runs:
+        key = (budget, self.keep, self.agreement)
+        if key not in self._runs:
+            states, path, steps = [], [], []
             with inference(self.model):
-                outputs = self.model.forward_intermediates(self._input(), budget)
-            self._runs[budget] = PhotoFeatures(
-                _cpu(outputs[-1].patches[0]),
-                torch.stack([_cpu(out.cores[0]) for out in outputs]),
-                torch.stack([_cpu(out.core_xy[0]) for out in outputs]),
-            )
-        return self._runs[budget]
+                for layer in self.model.walk(self._input(), budget, **self._dial):
+                    if layer.merging and layer.periphery.token_of is not None:
+                        steps.append(_merge_step(layer.number + 1, layer.periphery.token_of[0]))
+                    elif layer.number:
+                        out = self.model.output(layer)
+                        states.append(_cpu(out.cores[0]))
+                        path.append(_cpu(out.core_xy[0]))
+                patches = _cpu(out.patches[0])
+            found = PhotoFeatures(patches, torch.stack(states), torch.stack(path), tuple(steps))
+            self._runs[key] = found
+        return self._runs[key]
 
     def forget(self, keep: Collection[int] = ()) -> None:
-        """Drop the runs of all budgets but those to `keep`, to free their memory."""
-        self._runs = {budget: run for budget, run in self._runs.items() if budget in keep}
+        """Drop the runs of all budgets but those to `keep`, to free their memory.
+
+        Those stay as they are seen here and with all tokens, not with other shares.
+        """
+        shares = (1.0, self.keep)
+        for key in [k for k in self._runs if k[0] not in keep or k[1] not in shares]:
+            del self._runs[key]
 
     def features(
         self, cores: int | None = None, layers: Sequence[int] | None = None
@@ -104,7 +158,7 @@ class View:
         if layers is None or list(layers) == [depth]:
             return [self.run(cores).patches]
         with inference(self.model):
-            outputs = self.model.forward_intermediates(self._input(), cores, layers)
+            outputs = self.model.forward_intermediates(self._input(), cores, layers, **self._dial)
         return [_cpu(out.patches[0]) for out in outputs]
 
     def states(self, cores: int | None, layer: int) -> Tensor:
@@ -121,7 +175,8 @@ class View:
         what goes to other cores is left out before they are made to sum to 1.
         """
         with inference(self.model):
-            maps = _cpu(self.model.attention_maps(self._input(), cores, layers, kind=kind)[0])
+            maps = self.model.attention_maps(self._input(), cores, layers, kind=kind, **self._dial)
+            maps = _cpu(maps[0])
         return maps / maps.sum(dim=(-2, -1), keepdim=True).clamp_min(1e-30)
 
     def patch_at(self, point: tuple[float, float]) -> tuple[int, int]:
@@ -132,6 +187,10 @@ class View:
             )
         h, w = self.grid
         return min(int(point[1] * h), h - 1), min(int(point[0] * w), w - 1)
+
+    @property
+    def _dial(self) -> dict[str, Any]:
+        return dial(self.keep, self.agreement)
 
     def _input(self) -> Tensor:
         return self.pixels.to(next(self.model.parameters()).device)
@@ -193,6 +252,11 @@ def _is_plain(photo: Source) -> TypeGuard[Image.Image]:
     if not isinstance(photo, Image.Image) or type(photo) is not Image.Image:
         return False
     return photo.mode == "RGB" and not photo.info
+
+
+def _merge_step(layer: int, token_of: Tensor) -> MergeStep:
+    with torch.inference_mode(False):
+        return MergeStep(layer, token_of.cpu().clone())
 
 
 def _cpu(tensor: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ _MODEL_TYPE = "veca"
 # say nothing about the function the weights compute.
 _BOOKKEEPING = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-    *("cores", "out_features", "out_indices", "apply_layernorm", "reshape_hidden_states"),
+    *("cores", "keep", "out_features", "out_indices"),
+    *("apply_layernorm", "reshape_hidden_states"),
     *("id2label", "label2id", "problem_type", "return_dict"),
     *("output_attentions", "output_hidden_states"),
 }

@@ -4,6 +4,7 @@
     patches        [h, w, D]    dense features, row by row     (if asked for)
     grid           [2]          (h, w): patches down and across
     cores          []           the budget
+    keep           []           the share of patch tokens that went on (unless all did)
     original_size  [2]          (height, width) of the image as it was read
     input_size     [2]          (height, width) of what the model saw
     valid_size     [2]          (height, width) of the part of it that is image, not padding
@@ -12,9 +13,9 @@
     image_stat     [2]          (bytes, modification time in ns) of the image's file
     settings                    a fingerprint of the settings
 
-In a file for many images all arrays but `cores` have a first axis over the images, and `images`
-lists their paths; `image_stat` is not there. Text is an array of strings in .npz files, and JSON
-metadata in .safetensors.
+In a file for many images all arrays but `cores` and `keep` have a first axis over the images, and
+`images` lists their paths; `image_stat` is not there. Text is an array of strings in .npz files,
+and JSON metadata in .safetensors.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class SingleFileWriter:
     def finish(self) -> None:
         done = sorted(self._done, key=lambda one: one.item.place)
         arrays = {name: np.stack([one.arrays[name] for one in done]) for name in done[0].arrays}
-        arrays["cores"] = arrays["cores"][0]
+        for name in ("cores", "keep"):  # the same of all
+            if name in arrays:
+                arrays[name] = arrays[name][0]
         names = [one.item.name for one in done]
         write_features(self._out, arrays, {"images": names, "settings": self._fingerprint})
         if not self._out.is_file():

@@ -1,4 +1,4 @@
-"""The configuration as transformers wants it: the fields of `veca.VecaConfig`, and a budget."""
+"""The configuration as transformers wants it: the fields of `veca.VecaConfig`, and its dials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from veca._util.extras import upgrade_advice
-from veca.checks import check_budget
+from veca.checks import check_budget, check_keep
 from veca.config import VecaConfig as Architecture
 from veca.errors import ConfigError
 from veca.weights.store import FORMAT_VERSION
@@ -29,6 +29,8 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
 
     Args:
         cores: the budget when a call names none, 1..num_cores; None means all.
+        keep: the share of patch tokens that go on after merging when a call names none, 0.2..1;
+            None means all.
         out_features: stages a backbone returns: "stem" (before the first block), "stage1" (after
             it) to "stageL". Default: the last.
         out_indices: the same as numbers, 0 for the stem.
@@ -49,6 +51,7 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         self,
         *,
         cores: int | None = None,
+        keep: float | None = None,
         out_features: list[str] | None = None,
         out_indices: list[int] | None = None,
         apply_layernorm: bool = True,
@@ -70,7 +73,8 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         for name in _FIELDS:  # None stands for what was left out
             setattr(self, name, fields.get(name))
         check_budget(cores, architecture.num_cores)
-        self.cores = cores
+        check_keep(keep)
+        self.cores, self.keep = cores, keep
         self.apply_layernorm = apply_layernorm
         self.reshape_hidden_states = reshape_hidden_states
         self.stage_names = ["stem", *(f"stage{n}" for n in range(1, architecture.depth + 1))]
@@ -124,8 +128,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         if fields.get("out_indices") == [self.depth]:
             fields.pop("out_features", None)
             fields.pop("out_indices", None)
-        if fields.get("cores") is None:
-            fields.pop("cores", None)
+        for name in ("cores", "keep"):
+            if fields.get(name) is None:
+                fields.pop(name, None)
         for name, default in _BACKBONE_DEFAULTS.items():
             if fields.get(name) == default:
                 fields.pop(name, None)

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, ImageClassifierOutput
 from transformers.utils import ModelOutput
 
-from veca.checks import check_budget
+from veca.checks import check_budget, check_keep
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
 from veca.model import Block, CoreBank, CoreMove, LayerState, Veca, VecaOutput, spread_points
@@ -87,7 +87,7 @@ def _known_to_transformers(model: Veca) -> Veca:
 
 class _Run(NamedTuple):
     out: VecaOutput
-    states: dict[int, Tensor]
+    layers: dict[int, LayerState]
     """By stage: 0 before the first block, n after block n."""
     hidden_states: tuple[Tensor, ...] | None
     attentions: tuple[Tensor, ...] | None
@@ -111,7 +111,8 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: VecaConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        check_budget(config.cores, config.num_cores)  # from_pretrained sets it unchecked
+        check_budget(config.cores, config.num_cores)  # from_pretrained sets them unchecked
+        check_keep(config.keep)
         self.veca = _known_to_transformers(Veca(config.to_veca()))
         self.provenance: dict[str, Any] = {}
 
@@ -140,6 +141,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         self,
         pixel_values: Tensor,
         cores: int | None,
+        keep: float | None,
         hidden_states: bool | None,
         attentions: bool | None,
         shown: Sequence[int] | None = None,
@@ -152,25 +154,27 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         """
         config = self.config
         cores = config.cores if cores is None else cores
+        keep = config.keep if keep is None else keep
         hidden_states = config.output_hidden_states if hidden_states is None else hidden_states
         attentions = config.output_attentions if attentions is None else attentions
         if shown is None and not hidden_states and not attentions:
-            return _Run(self.veca(pixel_values, cores=cores), {}, None, None)
+            return _Run(self.veca(pixel_values, cores=cores, keep=keep), {}, None, None)
         last = config.depth if shown is None else max(shown)
         kept = range(last + 1) if hidden_states else shown or ()
-        states: dict[int, Tensor] = {}
+        layers: dict[int, LayerState] = {}
         maps: list[Tensor] = []
         before: LayerState | None = None
-        for layer in self.veca.walk(pixel_values, cores, last=max(1, last)):
-            if layer.number in kept:
-                states[layer.number] = layer.tokens
-            if attentions and before is not None:
-                maps.append(self.veca.core_to_patch(before, layer))
+        for layer in self.veca.walk(pixel_values, cores, last=max(1, last), keep=keep):
+            if layer.number in kept and not layer.merging:
+                layers[layer.number] = layer
+            if attentions and before is not None and not layer.merging:
+                weights = self.veca.core_to_patch(before, layer)
+                maps.append(layer.on_grid(weights).flatten(-2))
             before = layer
         return _Run(
             self.veca.output(layer),
-            states,
-            tuple(states[n] for n in sorted(states)) if hidden_states else None,
+            layers,
+            tuple(layers[n].spread() for n in sorted(layers)) if hidden_states else None,
             tuple(maps) if attentions else None,
         )
 
@@ -278,13 +282,16 @@ class VecaModel(VecaPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        keep: float | None = None,
     ) -> VecaModelOutput | tuple[Any, ...]:
         """Features of `pixel_values` [B, 3, H, W] (normalised, sides on the patch grid).
 
         Args:
             cores: the budget, 1..num_cores; by default the configuration's, else all.
+            keep: the share of patch tokens that go on after merging, 0.2..1; by default the
+                configuration's, else all. Outputs cover the whole grid all the same.
         """
-        run = self._run(pixel_values, cores, output_hidden_states, output_attentions)
+        run = self._run(pixel_values, cores, keep, output_hidden_states, output_attentions)
         out = run.out
         result = VecaModelOutput(
             last_hidden_state=torch.cat([out.cores, out.patches], dim=1),
@@ -319,22 +326,20 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):  # type: ignore[misc]
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        keep: float | None = None,
     ) -> BackboneOutput | tuple[Any, ...]:
         """Feature maps of `pixel_values` [B, 3, H, W], one for each of `out_features`, in order.
 
         Blocks after the last of them are not run.
         """
         shown = [self.stage_names.index(name) for name in self.out_features]
-        run = self._run(pixel_values, cores, output_hidden_states, output_attentions, shown)
+        run = self._run(pixel_values, cores, keep, output_hidden_states, output_attentions, shown)
         maps = []
         for stage in shown:
-            x = run.states[stage]
-            if self.config.apply_layernorm:
-                x = self.veca.project(self.veca.norm(x))
-            if self.config.reshape_hidden_states:
-                budget = run.out.cores.shape[1]
-                x = x[:, budget:].transpose(1, 2).unflatten(2, run.out.grid).contiguous()
-            maps.append(x)
+            out = self.veca.output(run.layers[stage], self.config.apply_layernorm)
+            whole = self.config.reshape_hidden_states
+            joined = None if whole else torch.cat([out.cores, out.patches], dim=1)
+            maps.append(out.feature_map().contiguous() if joined is None else joined)
         result = BackboneOutput(
             feature_maps=tuple(maps),
             hidden_states=run.hidden_states,
@@ -359,7 +364,7 @@ class VecaForImageClassification(VecaPreTrainedModel):
     def base_model(self) -> VecaModel:
         """The bare model, which shares the weights."""
         bare: VecaModel = VecaModel.from_veca(self.veca, provenance=self.provenance)
-        bare.config.cores = self.config.cores
+        bare.config.cores, bare.config.keep = self.config.cores, self.config.keep
         return bare
 
     def forward(
@@ -370,13 +375,14 @@ class VecaForImageClassification(VecaPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        keep: float | None = None,
     ) -> ImageClassifierOutput | tuple[Any, ...]:
         """Logits [B, num_labels]; with `labels` the loss, too.
 
         `labels` are classes [B], or for `problem_type` "multi_label_classification" and
         "regression" values [B, num_labels].
         """
-        run = self._run(pixel_values, cores, output_hidden_states, output_attentions)
+        run = self._run(pixel_values, cores, keep, output_hidden_states, output_attentions)
         logits = self.classifier(run.out.cls)
         result = ImageClassifierOutput(
             loss=None if labels is None else _loss(logits, labels, self.config),
