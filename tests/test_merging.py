@@ -83,6 +83,17 @@ def test_merging_is_what_loops_do(grid):
                     assert periphery.multiplicity[image, index] == len(group)
 
 
+def test_tokens_that_are_no_numbers_or_zero_reach_the_target_all_the_same():
+    for value in (math.nan, 0.0):
+        tokens = torch.full((2, 24, 8), value)
+        periphery = Periphery(rope.grid_coordinates(4, 6).unsqueeze(0))
+        for target in (18, 12, 9):
+            tokens, periphery = merge(tokens, periphery, (4, 6), 2, target)
+            assert tokens.shape == (2, target, 8)
+            assert periphery.token_of.min() >= 0 and periphery.token_of.max() < target
+        assert math.isnan(value) or tokens.eq(0).all()
+
+
 def test_a_plan_falls_in_equal_parts_and_knows_what_cannot_merge():
     plan = merge_plan((3, 6, 9), 0.3, (32, 32))
     assert [side for side, _ in plan.values()] == [2, 2, 2]

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 
 LEAST_KEEP = 0.2
 """The smallest share of patch tokens that may go on."""
+LEAST_LENGTH = 1e-12
+"""Of a mean that others are divided by. Not the smallest float32: a GPU may take that for zero."""
 
 
 class Periphery(NamedTuple):
@@ -129,7 +131,7 @@ def merge(
     inside = take(tokens, tokens_of).float()
     mean = inside.mean(dim=2)  # [B, W, D]
     lengths = inside.norm(dim=-1)  # [B, W, side * side]
-    own = mean.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # [B, W]
+    own = mean.norm(dim=-1).clamp_min(LEAST_LENGTH)  # [B, W]
     score = _difference(inside.detach(), mean.detach(), lengths.detach(), own.detach())
     token = mean * (lengths.mean(dim=2) / own).unsqueeze(-1)
     # A token lies in one window whole, so that the shares of its patches add up to one.
@@ -141,7 +143,7 @@ def merge(
     order = score.argsort(dim=1, stable=True)
     saved = saved.gather(1, order)
     before = saved.cumsum(dim=1) - saved
-    first = (before < need) & score.gather(1, order).isfinite()
+    first = (before < need) & (saved >= 1)  # whatever the score: also NaN reaches the target
     chosen = torch.zeros_like(first).scatter(1, order, first)  # [B, W]
 
     chosen_patch = F.pad(chosen, (0, 1))[:, window_of]  # [B, N], of patches in no window False
