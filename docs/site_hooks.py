@@ -140,7 +140,7 @@ def _named(link: re.Match[str]) -> str:
 
 
 def _commands() -> str:
-    """The help of every command, as Typer writes it."""
+    """The help of every command, as Typer writes it, with examples as code and a list in full."""
     import typer
     from typer.cli import get_docs_for_click
 
@@ -149,4 +149,9 @@ def _commands() -> str:
     group = typer.main.get_command(app)
     context = type(group).context_class(group, info_name="veca")
     text: str = get_docs_for_click(obj=group, ctx=context, name="veca")
-    return re.sub(r"^# `veca`\n+", "", text)
+    text = re.sub(r"^# `veca`\n+", "", text)
+    text = re.sub(r"(?m)(?:^veca .+\n)+", lambda lines: f"```bash\n{lines[0]}```\n", text)
+    for name, command in group.commands.items():
+        line = f"* [`{name}`](#veca-{name}): {command.get_short_help_str(limit=200)}"
+        text = re.sub(rf"(?m)^\* `{name}`: .*$", line, text, count=1)
+    return text

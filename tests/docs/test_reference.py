@@ -107,3 +107,16 @@ def test_names_that_no_page_shows_or_that_say_nothing_are_told(
     page.write_text('<h2 id="veca_room.shown"></h2><h2 id="veca_room.silent"></h2>')
     hidden, silent = site_hooks.undocumented(tmp_path)
     assert "hidden" in hidden and "silent" in silent
+
+
+def test_commands_are_listed_in_full_and_examples_are_code() -> None:
+    from veca.cli.main import app
+
+    text = site_hooks._commands()
+    listed, _, rest = text.partition("\n## ")
+    names = [command.name for command in app.registered_commands]
+    lines = [line for line in listed.splitlines() if "](#veca-" in line]
+    assert [line.split("`")[1] for line in lines] == names
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)
+    assert all(f"## `veca {name}`" in text for name in names)
+    assert "```bash\nveca viz report photo.jpg" in rest
