@@ -53,6 +53,20 @@ def check_keep(keep: float | None) -> float:
     return float(keep)
 
 
+def check_memorable(training: bool, keep: float | None) -> None:
+    """Refuse a pass whose patches cannot be had again one by one."""
+    if training:
+        raise InputError(
+            "a core memory belongs to the model in eval mode; in training the places of the "
+            "patches are drawn at random. Call model.eval() first."
+        )
+    if keep is not None and keep != 1:
+        raise InputError(
+            f"a core memory belongs to the pass over every patch, got keep={keep!r}: merged "
+            "patches depend on each other. Leave keep out."
+        )
+
+
 def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:
     """The layers to show: `layers`, or all of them when it is None."""
     if layers is None:

@@ -70,7 +70,7 @@ def test_an_error_while_writing(
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr("veca.weights.tensors.save_file", half)
+    monkeypatch.setattr("veca._util.tensor_file.save_file", half)
     with pytest.raises(error):
         save(new(), old)
     assert {path.name: path.read_bytes() for path in old.iterdir()} == before
