@@ -166,7 +166,12 @@ class CoreMemory:
                 f"size {size}, got {place!r}."
             )
         row, column = (int(side) // size for side in sides)  # type: ignore[arg-type]
-        if row < 0 or column < 0 or row + shape[0] > self.grid[0] or column + shape[1] > self.grid[1]:
+        if (
+            row < 0
+            or column < 0
+            or row + shape[0] > self.grid[0]
+            or column + shape[1] > self.grid[1]
+        ):
             height, width = (side * size for side in self.grid)
             raise InputError(
                 f"the region of {shape[0] * size} x {shape[1] * size} pixels at {tuple(place)} "
