@@ -151,8 +151,8 @@ class CoreMemory:
                 f"the core memory is of {pictures} pictures, and there are {count} regions; give "
                 f"one region for each."
             )
-        one = len(at) == 2 and all(whole(side) is not None for side in at)
-        places: list[Any] = [at] if one else list(at)
+        several = isinstance(at, Sequence) and all(isinstance(x, Sequence) for x in at)
+        places: list[Any] = list(at) if several else [at]
         if len(places) not in (1, count):
             raise InputError(f"at names {len(places)} places for {count} regions; give 1 or each.")
         return [self._corner(place, shape) for place in places]

@@ -68,9 +68,7 @@ def sizes_on_grid(patch: int, sizes: Iterable[tuple[int, int]] = SIZES) -> list[
     return list(dict.fromkeys((fit(height), fit(width)) for height, width in sizes))
 
 
-def check(
-    run: Runner, reference: Veca, images: Tensor, cores: int, keep: float = 1.0
-) -> FileCheck:
+def check(run: Runner, reference: Veca, images: Tensor, cores: int, keep: float = 1.0) -> FileCheck:
     """Compare a file, at the budget `cores`, with the float32 model."""
     with torch.no_grad():
         out = reference(images, cores=cores, keep=keep)

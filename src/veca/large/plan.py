@@ -106,7 +106,8 @@ def plan(
     kept = 2 * c.depth * budget * c.width * number
 
     def need(side: int) -> int:
-        return forward_bytes(c, side * c.patch_size, side * c.patch_size) + kept
+        scores = 2 * 4 * c.heads * budget * side * side  # of the cores, float32
+        return forward_bytes(c, side * c.patch_size, side * c.patch_size) + scores + kept
 
     least = _LEAST_SIDE if side is None else at_least("tile side", side)
     wish = side or _SIDES.get(model.device.type, _SIDES["cpu"])
