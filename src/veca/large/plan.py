@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     """Which of its patches are there, by their numbers within the tile; None: all."""
 
     @property
-    def count(self) -> int:
+    def patches(self) -> int:
         """How many patches are there."""
         return self.height * self.width if self.kept is None else len(self.kept)
 

@@ -294,7 +294,7 @@ def _states(estimated: Estimate, tiles: list[Tile], model: Veca, folder: Path | 
     path = folder / STATES
     there = path.stat().st_size if path.exists() else 0
     _check_space(folder, estimated.disk_bytes - there, "the patches' states")
-    most = max(tile.count for tile in tiles)
+    most = max(tile.patches for tile in tiles)
     return DiskStates(path, len(tiles), most, model.config.width, model.dtype, model.device)
 
 
