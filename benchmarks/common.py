@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,9 @@ from veca._util.cuda import side_stream
 from veca._util.memory import peak_tensor_memory
 from veca.bench import BenchPlan, machine, take_turns
 from veca.data import InMemoryImages
-from veca.distill import DistillConfig, distill
+
+if TYPE_CHECKING:
+    from veca.distill import DistillConfig
 
 Call = Callable[[], object]
 
@@ -74,6 +76,8 @@ def random_images(size: int, device: torch.device | str) -> InMemoryImages:
 
 def distill_whole(config: DistillConfig, folder: str, **given: Any) -> None:
     """A run with all its steps; where someone stops it, the script ends instead of going on."""
+    from veca.distill import distill
+
     if distill(config, folder, **given).stopped == "signal":
         raise SystemExit("stopped; the run that was under way is not in the results.")
 

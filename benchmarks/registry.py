@@ -27,6 +27,7 @@ SPEED = {
     "tune_attention": Benchmark("the best launch of each attention kernel on this GPU", True),
     "kernels": Benchmark("registers, spills and shared memory of every kernel, on any machine"),
     "cpu": Benchmark("time and memory against resolution, beside dense attention"),
+    "elastic": Benchmark("merging patches beside fewer cores and smaller images"),
     "embed": Benchmark("veca embed beside the bare model and the bare decoder"),
     "export_matrix": Benchmark("how far exported files are from the model; hours"),
     "export_speed": Benchmark("exported files beside their model"),

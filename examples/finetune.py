@@ -10,7 +10,9 @@ One file that needs nothing but `veca`: copy it and change it. It goes through t
    For a classifier, 10-NN is scored, too.
 2. Fine-tuned: from that head on, backbone and head are trained together at a low rate. Each step
    draws a budget, so that all of them go on working (`--no-nested` trains all cores at every step).
-3. A table: frozen beside fine-tuned, at each budget, on images that were not trained on.
+   With `--keep 1,0.5,0.35` it draws the share of patch tokens that go on, too.
+3. A table: frozen beside fine-tuned, at each budget, on images that were not trained on. The
+   frozen rows, and the fine-tuned one, see every patch; one more has the smallest share trained.
 
 Masks are PNG files of class numbers, named as their images; 255 is left out.
 """
@@ -35,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import veca
-from veca.distill import BudgetSampler
+from veca.distill import BudgetSampler, KeepSampler
 from veca.images import read_image
 from veca.probe.metrics import Confusion
 
@@ -190,7 +192,12 @@ def batch_of(
 
 @torch.no_grad()
 def features_of(
-    task: Task, model: veca.Veca, samples: Sequence[Sample], size: int, budgets: Sequence[int]
+    task: Task,
+    model: veca.Veca,
+    samples: Sequence[Sample],
+    size: int,
+    budgets: Sequence[int],
+    keep: float = 1.0,
 ) -> tuple[dict[int, Tensor], Tensor]:
     """Features of whole images at each budget, and their targets."""
     found: dict[int, list[Tensor]] = {cores: [] for cores in budgets}
@@ -199,7 +206,7 @@ def features_of(
         pixels, some = batch_of(task, model, samples[first : first + 32], size, None)
         targets.append(some)
         for cores in budgets:
-            found[cores].append(task.features(model(pixels, cores)))
+            found[cores].append(task.features(model(pixels, cores, keep)))
     return {cores: torch.cat(parts) for cores, parts in found.items()}, torch.cat(targets)
 
 
@@ -221,7 +228,7 @@ def fit_head(
 
 
 def finetune(task: Task, model: veca.Veca, head: nn.Module, train: list[Sample], args: Any) -> None:
-    """Train backbone and head together; each step runs on the budget that it draws."""
+    """Train backbone and head together; each step runs on the budget and share that it draws."""
     groups = [
         {"params": list(model.parameters()), "lr": args.lr},
         {"params": list(head.parameters()), "lr": args.head_lr / 10},
@@ -234,6 +241,7 @@ def finetune(task: Task, model: veca.Veca, head: nn.Module, train: list[Sample],
     )
     bank = model.config.num_cores
     budgets = BudgetSampler(bank, weights=[1.0] * 8, seed=args.seed)  # all alike
+    keep = KeepSampler(args.keep, seed=args.seed)
     rng = random.Random(args.seed)
     queue: list[Sample] = []
     model.train()
@@ -243,7 +251,7 @@ def finetune(task: Task, model: veca.Veca, head: nn.Module, train: list[Sample],
         chosen, queue = queue[: args.batch], queue[args.batch :]
         pixels, targets = batch_of(task, model, chosen, args.size, rng)
         cores = None if args.no_nested else budgets.draw(step)[0]
-        loss = task.loss(head(task.features(model(pixels, cores))), targets)
+        loss = task.loss(head(task.features(model(pixels, cores, keep.draw(step)))), targets)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_([*model.parameters(), *head.parameters()], 1.0)
@@ -291,15 +299,22 @@ def parser() -> argparse.ArgumentParser:
     add("--head-steps", type=int, default=300, help="of the head on frozen features")
     add("--head-lr", type=float, default=2e-3)
     add("--no-nested", action="store_true", help="train all cores at every step")
+    add("--keep", type=shares, default=[1.0], help="shares of patch tokens to draw from")
     add("--seed", type=int, default=0)
     add("--device", default="cpu")
     return parser
+
+
+def shares(text: str) -> list[float]:
+    """'1,0.5,0.35' -> [1.0, 0.5, 0.35]."""
+    return [float(share) for share in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = parser().parse_args(argv)
     if min(args.batch, args.head_steps, args.steps + 1) < 1 or args.size < 16 or args.size % 16:
         raise veca.VecaError("--batch and --head-steps are at least 1, --size a multiple of 16.")
+    KeepSampler(args.keep)  # refuses what cannot be, before the work starts
     torch.manual_seed(args.seed)
     model = veca.load(args.weights, device=args.device)
     budgets = [int(cores) for cores in args.cores.split(",")]
@@ -335,6 +350,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         finetune(task, model, head, train, args)
         asked, truth = features_of(task, model, test, args.size, budgets)
         column("fine-tuned", evaluate(task, head, asked, truth))
+        if min(args.keep) < 1:
+            asked, truth = features_of(task, model, test, args.size, budgets, min(args.keep))
+            column(f"fine-tuned, keep {min(args.keep)}", evaluate(task, head, asked, truth))
         frozen = max(max(scores.values()) for name, scores in columns.items() if "frozen" in name)
         if max(columns["fine-tuned"].values()) <= frozen:
             print("Fine-tuning gained nothing here: the frozen features are the better choice.")
@@ -357,6 +375,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 "head_steps",
                 "head_lr",
                 "no_nested",
+                "keep",
                 "seed",
             )
         },

@@ -159,7 +159,7 @@ class Jury:
         mean, std = architecture.image_mean, architecture.image_std
         return ValidatedStudent(
             student,
-            cores[-1:] if _blank(student) else cores,
+            [(budget, 1.0) for budget in (cores[-1:] if _blank(student) else cores)],
             lambda pixels: normalize(pixels, mean, std),
             lambda: _precision(self.world.device),
         )

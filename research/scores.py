@@ -7,9 +7,33 @@ from collections.abc import Sequence
 
 from benchmarks.rows import Rows, read, table
 from benchmarks.scores import (
-    BLIND, BUDGETS, CONTROL, CONTROLLED, CONTROLLED_LINES, DRAWN, EXPERIMENT, NAMES, PROBES, ROOMS,
-    SECOND, SHIPPED, SMALL, SMALL_CONTROL, TEACHER, TINY, Scores, after, cosines, every_probe,
-    interval_ends, plain, ratio, samples_after, samples_seen, scores_in, shown,
+    BLIND,
+    BUDGETS,
+    CONTROL,
+    CONTROLLED,
+    CONTROLLED_LINES,
+    DRAWN,
+    EXPERIMENT,
+    NAMES,
+    PROBES,
+    ROOMS,
+    SECOND,
+    SHIPPED,
+    SMALL,
+    SMALL_CONTROL,
+    TEACHER,
+    TINY,
+    Scores,
+    after,
+    cosines,
+    every_probe,
+    interval_ends,
+    plain,
+    ratio,
+    samples_after,
+    samples_seen,
+    scores_in,
+    shown,
 )
 
 EVERY_BUDGET = ("8", "16", "24", "32", "40", "48", "56", "64")
@@ -283,5 +307,3 @@ def _retention(row: dict[str, str], of: str) -> str:
     """A share with the ends of its interval, by the record's own numbers."""
     low, high = (100 * float(row[f"{of}_{end}"]) for end in ("low", "high"))
     return f"{100 * float(row[f'retention_{of}']):.1f} % ({low:.1f}–{high:.1f})"
-
-

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,16 +19,6 @@ interpreter.prepare()
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
-
-UNSETTLED = (Path(__file__).parent / "unsettled.txt").read_text(encoding="utf-8").split()
-"""Tests that did not follow what was merged last; to be mended, and the file to go."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if any(name in item.nodeid for name in UNSETTLED):
-            item.add_marker(pytest.mark.xfail(reason="unsettled after a merge", strict=False))
-
 
 SMALLEST = VecaConfig(depth=3, width=32, heads=2, num_cores=8)
 

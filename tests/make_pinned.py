@@ -84,9 +84,7 @@ def model(out: Path) -> Arrays:
 
 def features(out: Path) -> Arrays:
     """`veca features` to a folder and to one file, in both formats."""
-    # 0.1 had one width, and so no option for it; everything else is called as it was then.
     common = [photos(out), "--device", "cpu", "--threads", 1, "--workers", 1]
-    common += ["--width", "projected"]
     command("features", *common, "--out", out / "folder", "--size", 96, "--cores", 8)
     command("features", *common, "--out", out / "tensors", "--size", 96, "--format", "safetensors")
     for file in ("all.npz", "all.safetensors"):
@@ -101,8 +99,7 @@ def embed(out: Path) -> Arrays:
     import pyarrow.parquet as parquet
 
     command(
-        "embed", photos(out), "--out", out / "vectors", "--size", 96, "--cores", 16, "--what",
-        "cls,patches", "--width", "projected",
+        "embed", photos(out), "--out", out / "vectors", "--size", 96, "--cores", 16, "--patches",
         "--device", "cpu", "--threads", 1, "--workers", 0, "--shard-rows", 3,
     )  # fmt: skip
     arrays = {}

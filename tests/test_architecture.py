@@ -122,3 +122,13 @@ def test_the_package_never_imports_the_laboratory() -> None:
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
             assert not {n.split(".")[0] for n in names} & {"research", "benchmarks", "tests"}, path
+
+
+def test_no_two_classes_of_one_name() -> None:
+    places: dict[str, set[str]] = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, set()).add(path.relative_to(SOURCE).as_posix())
+    twice = {name for name, files in places.items() if len(files) > 1}
+    assert twice == {"VecaConfig"}  # transformers wants its own, under this name

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 import veca
-from benchmarks import registry
+from benchmarks import elastic, registry
 from benchmarks.__main__ import main
 from benchmarks.common import write_csv
 from benchmarks.rows import RESULTS, read, read_csv
+from veca.quickstart import bundled_photos
 
 ROOT = Path(__file__).parents[1]
+PHOTOS = bundled_photos()[0].parent
 
 
 def test_the_list_names_every_module_that_runs(capsys):
@@ -72,6 +74,25 @@ def test_a_small_race_on_this_cpu(tmp_path, capsys):
     rows = read_csv(tmp_path / "cpu.csv")
     assert [(row["model"], row["cores"]) for row in rows] == [("dense", ""), ("veca", "8")]
     assert list(rows[0]) == list(read("cpu")[0])
+
+
+def test_merging_beside_fewer_cores_and_smaller_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(elastic, "SIZES", (128, 1024))
+    words = ["elastic", "--photos", str(PHOTOS), "--weights", "tiny", "--out", str(tmp_path)]
+    assert main([*words, "--agreement", "--limit", "2"]) == 0
+    agreed = {row["point"]: row for row in read_csv(tmp_path / "elastic.csv")}
+    assert float(agreed[elastic.PLAIN]["cls"]) == pytest.approx(1, abs=1e-5)
+    assert float(agreed[elastic.PLAIN]["patches"]) == pytest.approx(1, abs=1e-5)
+    for point in ("keep", "cores", "size", "cores and size"):
+        assert float(agreed[point]["cls"]) < 0.9999 > float(agreed[point]["patches"])
+    assert {row["ahead"] for row in agreed.values()} == {""}  # not before times are there
+
+    assert main([*words, "--times", "--timed", "1"]) == 0
+    rows = read_csv(tmp_path / "elastic.csv")
+    assert len(rows) == len(elastic.points(128))
+    assert all(row["cls"] and float(row["time"]) > 0 for row in rows)
+    assert {row["ahead"] for row in rows if row["point"] == "keep"} <= {"yes", "no"}
+    assert list(rows[0]) == list(read("elastic")[0])
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)

@@ -41,13 +41,14 @@ def test_compiled_blocks_give_the_same(tiny):
 def test_more_shapes_than_torch_compiles_by_default(tiny, monkeypatch):
     import torch._dynamo
 
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # in a moment
-    engine = compile_for_inference(tiny, compile=True)
-    for side in (32, 48, 64):
-        images = torch.randn(1, 3, side, 32)
-        expected = tiny(images).patches
-        torch.testing.assert_close(engine(images).patches, expected, rtol=1e-4, atol=1e-4)
+    # Not monkeypatch: undoing that hides the setting from every compilation that follows.
+    with torch._dynamo.config.patch(recompile_limit=1):
+        engine = compile_for_inference(tiny, compile=True)
+        for side in (32, 48, 64):
+            images = torch.randn(1, 3, side, 32)
+            expected = tiny(images).patches
+            torch.testing.assert_close(engine(images).patches, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_making_an_engine_draws_no_random_numbers(tiny):

@@ -22,6 +22,21 @@ def test_the_command_answers_without_heavy_imports(option: str) -> None:
     assert done.stderr.strip() == "" and "veca" in done.stdout
 
 
+def test_a_model_needs_no_more_than_its_own_libraries() -> None:
+    """`import veca` and its first use take little time beside `import torch`.
+
+    Pillow takes defusedxml where it finds it.
+    """
+    code = (
+        "import sys, torch; before = set(sys.modules); import veca; assert 'veca.model' not in "
+        "sys.modules; veca.load, veca.preprocess; "
+        "print(*{m.partition('.')[0] for m in set(sys.modules) - before})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    libraries = set(done.stdout.split()) - sys.stdlib_module_names
+    assert {"veca", "PIL"} <= libraries <= {"veca", "PIL", "defusedxml", "safetensors"}
+
+
 def test_every_public_name_is_there() -> None:
     assert dir(veca) == sorted(veca.__all__)
     for name in veca.__all__:

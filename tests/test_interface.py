@@ -70,3 +70,6 @@ def test_names_that_moved_warn() -> None:
     with pytest.warns(DeprecationWarning, match="embed"):
         from veca.collections import embed
     assert embed is importlib.import_module("veca.embed").embed
+    with pytest.warns(DeprecationWarning, match="ElasticBackbone"):
+        from veca.probe import VecaBackbone
+    assert VecaBackbone is importlib.import_module("veca.probe").ElasticBackbone

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from veca._util.tracing import has_values
+from veca.config import AUTO
 from veca.errors import InputError, whole
 from veca.merging import LEAST_KEEP
 
@@ -40,17 +43,61 @@ def check_budget(cores: int | None, num_cores: int) -> int:
     return budget
 
 
-def check_keep(keep: float | None) -> float:
+def check_first(first: int | None, budget: int) -> int:
+    """How many of the `budget` cores are wanted: the `first` ones, or all when it is None."""
+    if first is None:
+        return budget
+    rows = whole(first)
+    if rows is None or not 1 <= rows <= budget:
+        raise InputError(
+            f"first must be a whole number from 1 to {budget} (the budget), got {first!r}."
+        )
+    return rows
+
+
+def check_keep(keep: float | str | None) -> float:
     """The share of patch tokens that go on: `keep`, or all of them when it is None."""
     if keep is None:
         return 1.0
-    number = isinstance(keep, (int, float, np.floating, np.integer)) and not isinstance(keep, bool)
-    if not number or not LEAST_KEEP <= keep <= 1:  # NaN is neither
+    number = keep if isinstance(keep, (int, float, np.floating, np.integer)) else math.nan
+    if isinstance(keep, bool) or not LEAST_KEEP <= number <= 1:  # NaN is neither
         raise InputError(
             f"keep must be a number from {LEAST_KEEP} to 1, the share of patch tokens that go on, "
             f"got {keep!r}."
         )
-    return float(keep)
+    return float(number)
+
+
+def read_keep(text: str) -> float | str:
+    """A share as it is typed: a number, or "auto", which goes on as it is."""
+    if text.strip() == AUTO:
+        return AUTO
+    try:
+        number = float(text)
+    except ValueError:
+        return check_keep(text)  # which says what it must be
+    return check_keep(number)
+
+
+def check_agreement(agreement: float | None, cores: object, keep: object) -> float | None:
+    """The promise of what is chosen by content; None where nothing is, or the model's own."""
+    if agreement is None:
+        return None
+    if AUTO not in (cores, keep):
+        raise InputError(
+            f"agreement {agreement!r} is what keep='auto' promises; say keep='auto', or leave "
+            "agreement out."
+        )
+    number = agreement if isinstance(agreement, (int, float)) else math.nan
+    if not 0 < number < 1:
+        raise InputError(f"agreement must be a cosine between 0 and 1, got {agreement!r}.")
+    return float(number)
+
+
+def dial(keep: float | str | None, agreement: float | None = None) -> dict[str, Any]:
+    """Arguments of a model's call, without what says nothing: any model takes no arguments."""
+    given = {"keep": None if keep == 1 else keep, "agreement": agreement}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def check_memorable(training: bool, keep: float | None) -> None:

@@ -15,6 +15,8 @@ _MOST = 2**31 - 1
 _MOST_BLOCKS = 10_000
 """More than any network has, and few enough to be counted one by one."""
 
+AUTO = "auto"
+"""In place of a budget or a share of tokens: as the content of the images asks for."""
 DEFAULT_SIZE = 512
 """Pixels: the short side that images are scaled to wherever no size is asked for, and both sides
 where one shape must make a batch. What needs another (probe protocols, training) says so."""

@@ -1,7 +1,9 @@
-"""What a forward pass costs at a size and a budget, beside a dense ViT of the same width and depth.
+"""What a forward pass costs at a size, a budget and a share of tokens that go on after merging,
+beside a dense ViT of the same width and depth.
 
 Counted from the architecture, not measured; `veca bench` measures. A multiply-add is two FLOPs;
-matrix products, convolution and attention are counted, elementwise work is not. The dense model
+matrix products, convolution and attention are counted, elementwise work and the search for windows
+to merge are not. The dense model
 carries five extra tokens (CLS and four registers), as in the published comparison.
 """
 
@@ -16,9 +18,13 @@ from veca.errors import InputError, whole
 
 @dataclass(frozen=True)
 class NetworkCost:
-    """One network, one image."""
+    """One network, one image.
+
+    Where windows merge, layers differ: what belongs to one layer is then the mean of all, rounded.
+    """
 
     tokens: int
+    """In one layer."""
     interactions: int
     """Query-key pairs in one layer's attention between image tokens and cores."""
     attention_flops: int
@@ -43,6 +49,10 @@ class Cost:
     """(height, width) in pixels."""
     grid: tuple[int, int]
     cores: int
+    keep: float
+    """The share of patch tokens that go on after merging."""
+    patch_tokens: tuple[int, ...]
+    """Those of each layer."""
     veca: NetworkCost
     dense: NetworkCost
 
@@ -67,29 +77,36 @@ def cost(
     size: int | tuple[int, int] = DEFAULT_SIZE,
     cores: int | None = None,
     *,
+    keep: float | None = None,
     bytes_per_number: int = 4,
 ) -> Cost:
     """The cost of one image of `size` pixels (a side, or height and width) at a budget.
 
-    `model` is a preset's name or a configuration; `bytes_per_number` is 4 for float32, 2 for
-    bfloat16 and float16.
+    `model` is a preset's name or a configuration; `keep` the share of patch tokens that go on after
+    merging, by default all; `bytes_per_number` is 4 for float32, 2 for bfloat16 and float16.
 
     >>> cost("veca_base_patch16", size=1024, cores=64).attention_ratio
     0.299...
     """
-    from veca.checks import check_budget  # needs torch, which counting does not
+    # These need torch, which counting does not.
+    from veca.checks import check_budget, check_keep
+    from veca.merging import tokens_by_block
 
     config = model if isinstance(model, VecaConfig) else preset(model)
     budget = check_budget(cores, config.num_cores)
     height, width = _check_size(size, config.patch_size)
     grid = (height // config.patch_size, width // config.patch_size)
     patches = grid[0] * grid[1]
+    share = check_keep(keep)
+    layers = tokens_by_block(config.depth, config.merge_blocks, share, grid)
     return Cost(
         config,
         (height, width),
         grid,
         budget,
-        veca=_veca(config, patches, budget, bytes_per_number),
+        share,
+        layers,
+        veca=_veca(config, patches, layers, budget, bytes_per_number),
         dense=_dense(config, patches, bytes_per_number),
     )
 
@@ -99,22 +116,24 @@ def interactions(patches: int, cores: int) -> int:
     return cores * (patches + cores) + patches * cores
 
 
-def _veca(c: VecaConfig, patches: int, cores: int, number: int) -> NetworkCost:
-    tokens = patches + cores
-    pairs = interactions(patches, cores)
-    attention = _attention_flops(c, tokens, pairs)
+def _veca(
+    c: VecaConfig, patches: int, layers: Sequence[int], cores: int, number: int
+) -> NetworkCost:
+    tokens = [left + cores for left in layers]
+    pairs = [interactions(left, cores) for left in layers]
+    attention = [_attention_flops(c, t, p) for t, p in zip(tokens, pairs, strict=True)]
     moves = (c.depth - 1) * 2 * cores * c.width * 2
     bank = c.num_cores * (c.width + 2)
     move_heads = (c.depth - 1) * (2 * c.width + 2 + 1)
     return NetworkCost(
-        tokens=tokens,
-        interactions=pairs,
-        attention_flops=attention,
+        tokens=_mean(tokens),
+        interactions=_mean(pairs),
+        attention_flops=_mean(attention),
         flops=_network_flops(c, patches, tokens, attention) + moves,
         parameters=_shared_parameters(c) + bank + move_heads,
-        inference_bytes=_inference_bytes(c, tokens, number),
+        inference_bytes=_inference_bytes(c, max(tokens), number),
         training_bytes=_training_bytes(c, tokens, number),
-        score_bytes=c.heads * pairs * number,
+        score_bytes=c.heads * max(pairs) * number,
     )
 
 
@@ -125,10 +144,10 @@ def _dense(c: VecaConfig, patches: int, number: int) -> NetworkCost:
         tokens=tokens,
         interactions=patches**2,
         attention_flops=attention,
-        flops=_network_flops(c, patches, tokens, attention),
+        flops=_network_flops(c, patches, [tokens] * c.depth, [attention] * c.depth),
         parameters=_shared_parameters(c) + EXTRA_TOKENS * c.width,
         inference_bytes=_inference_bytes(c, tokens, number),
-        training_bytes=_training_bytes(c, tokens, number),
+        training_bytes=_training_bytes(c, [tokens] * c.depth, number),
         score_bytes=c.heads * tokens**2 * number,
     )
 
@@ -139,11 +158,14 @@ def _attention_flops(c: VecaConfig, tokens: int, pairs: int) -> int:
     return projections + scores_and_mixing
 
 
-def _network_flops(c: VecaConfig, patches: int, tokens: int, attention: int) -> int:
+def _network_flops(
+    c: VecaConfig, patches: int, tokens: Sequence[int], attention: Sequence[int]
+) -> int:
+    """`tokens` and `attention` layer by layer; what goes on to the end is projected."""
     embed = 2 * patches * c.in_channels * c.patch_size**2 * c.width
-    ffn = 2 * tokens * c.width * 3 * c.hidden_width
-    project = 0 if c.feature_width == c.width else 2 * tokens * c.width * c.feature_width
-    return embed + c.depth * (attention + ffn) + project
+    ffn = 2 * sum(tokens) * c.width * 3 * c.hidden_width
+    project = 0 if c.feature_width == c.width else 2 * tokens[-1] * c.width * c.feature_width
+    return embed + sum(attention) + ffn + project
 
 
 def _shared_parameters(c: VecaConfig) -> int:
@@ -162,11 +184,15 @@ def _inference_bytes(c: VecaConfig, tokens: int, number: int) -> int:
     return tokens * (2 * c.width + 4 * c.hidden_width) * number
 
 
-def _training_bytes(c: VecaConfig, tokens: int, number: int) -> int:
+def _training_bytes(c: VecaConfig, tokens: Sequence[int], number: int) -> int:
     # Kept for each block: two norm inputs and outputs (4 D), q, k and v as attention saw them
     # (3 D), what it gave (D) and that joined for the output projection (D); then (u, v), silu(u)
     # and the product (4 hidden).
-    return c.depth * tokens * (9 * c.width + 4 * c.hidden_width) * number
+    return sum(tokens) * (9 * c.width + 4 * c.hidden_width) * number
+
+
+def _mean(layers: Sequence[int]) -> int:
+    return round(sum(layers) / len(layers))
 
 
 def _check_size(size: int | tuple[int, int], patch: int) -> tuple[int, int]:

@@ -23,19 +23,26 @@ from torch.nn.utils.parametrize import is_parametrized
 from veca import rope
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
-from veca.checks import check_budget, check_finite, check_images, check_keep, check_model
+from veca.checks import (
+    check_budget,
+    check_finite,
+    check_first,
+    check_images,
+    check_keep,
+    check_model,
+)
 from veca.errors import InputError, at_least
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, merge, merge_plan
-from veca.model import Block, CoreMove, Veca, VecaOutput
+from veca.model import Block, CoreMove, CoresOutput, Veca, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
 MANY_SHAPES: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**20}
 """For torch.compile, which else gives up after 8 shapes: merging alone makes four of one."""
 
-_Key = tuple[int, tuple[int, int], int, float]
-"""Of a prepared shape: batch, grid, budget, keep."""
+_Key = tuple[int, tuple[int, int], int, float, "int | None"]
+"""Of a prepared shape: batch, grid, budget, keep, and how many cores come out alone."""
 
 
 class BlockWeights(NamedTuple):
@@ -94,14 +101,34 @@ class InferenceEngine(FeatureModel):
         self, images: Tensor, cores: int | None = None, keep: float | None = None
     ) -> VecaOutput:
         """Features of `images` [B, 3, H, W] (float, normalised), as `Veca.forward`."""
+        budget = check_budget(cores, self.config.num_cores)
+        tokens, raw, grid = self._run(images, budget, keep)
+        return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
+
+    @torch.inference_mode()
+    def cores_only(
+        self,
+        images: Tensor,
+        cores: int | None = None,
+        keep: float | None = None,
+        *,
+        first: int | None = None,
+    ) -> CoresOutput:
+        """The cores without the patches, for less, as `Veca.cores_only`."""
+        budget = check_budget(cores, self.config.num_cores)
+        rows = check_first(first, budget)
+        tokens, raw, grid = self._run(images, budget, keep, rows)
+        return CoresOutput(tokens, raw[:, :rows].tanh(), grid)
+
+    def _run(
+        self, images: Tensor, budget: int, keep: float | None, rows: int | None = None
+    ) -> tuple[Tensor, Tensor, tuple[int, int]]:
         c = self.config
-        budget = check_budget(cores, c.num_cores)
         grid = check_images(images, c.in_channels, c.patch_size)
         if self.check_pixels:
             check_finite(images)
-        prepared = self._shape(images.shape[0], grid, budget, check_keep(keep))
-        tokens, raw = prepared.run(images)
-        return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
+        prepared = self._shape(images.shape[0], grid, budget, check_keep(keep), rows)
+        return *prepared.run(images), grid
 
     @torch.inference_mode()
     def prepare(
@@ -119,13 +146,20 @@ class InferenceEngine(FeatureModel):
         grid = check_images(blank, c.in_channels, c.patch_size)
         return self._shape(batch, grid, budget, check_keep(keep))
 
-    def _shape(self, batch: int, grid: tuple[int, int], budget: int, keep: float) -> PreparedShape:
-        key = (batch, grid, budget, keep)
+    def _shape(
+        self,
+        batch: int,
+        grid: tuple[int, int],
+        budget: int,
+        keep: float,
+        rows: int | None = None,
+    ) -> PreparedShape:
+        key = (batch, grid, budget, keep, rows)
         prepared = self._prepared.pop(key, None)
         if prepared is None:
             while len(self._prepared) >= self._cache:
                 self._prepared.popitem(last=False)
-            prepared = PreparedShape(self, batch, grid, budget, keep)
+            prepared = PreparedShape(self, batch, grid, budget, keep, rows)
         self._prepared[key] = prepared
         return prepared
 
@@ -164,8 +198,12 @@ class InferenceEngine(FeatureModel):
         periphery: Periphery,
         patch_rotation: Rotation,
         merges: dict[int, tuple[int, int]],
+        rows: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The whole pass, eagerly: cores and patches [B, C + N, D'], raw coordinates [B, C, 2]."""
+        """The whole pass, eagerly: cores and patches [B, C + N, D'], raw coordinates [B, C, 2].
+
+        With `rows`, so many of the cores alone, [B, rows, D'].
+        """
         c = self.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, self.device)
         x = self._embed(
@@ -189,15 +227,16 @@ class InferenceEngine(FeatureModel):
                 c.heads,
                 c.norm_eps,
                 periphery.multiplicity,
+                rows if number == len(self.blocks) else None,
             )
         x = self._finish(x, delta, self.norm, self.project, c.norm_eps)
-        if not merges:
+        if not merges or rows is not None:
             return x, raw
         return torch.cat([x[:, :budget], periphery.spread(x[:, budget:])], dim=1), raw
 
 
 class PreparedShape:
-    """Everything prepared for one (batch, grid, budget, keep)."""
+    """Everything prepared for one (batch, grid, budget, keep, cores that come out alone)."""
 
     def __init__(
         self,
@@ -206,8 +245,9 @@ class PreparedShape:
         grid: tuple[int, int],
         budget: int,
         keep: float,
+        rows: int | None = None,
     ) -> None:
-        self.engine, self.budget, self.grid = engine, budget, grid
+        self.engine, self.budget, self.grid, self.rows = engine, budget, grid, rows
         c = engine.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, engine.device)
         self.periphery = Periphery(rope.grid_coordinates(*grid, engine.device).unsqueeze(0))
@@ -249,7 +289,13 @@ class PreparedShape:
         """The pass without the graph: the tokens and raw coordinates."""
         with self.engine.many_shapes():
             return self.engine.forward(
-                images, self.budget, self.grid, self.periphery, self.rotation, self.merges
+                images,
+                self.budget,
+                self.grid,
+                self.periphery,
+                self.rotation,
+                self.merges,
+                self.rows,
             )
 
 
@@ -364,8 +410,12 @@ def _block(
     heads: int,
     eps: float,
     multiplicity: Tensor | None,
+    rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer; `delta` is what the layer before still has to add to `x`."""
+    """One layer; `delta` is what the layer before still has to add to `x`.
+
+    With `rows` so many of the cores come out, and the other tokens are only seen.
+    """
     x = x + delta
     cores = x[:, :budget].float()
     # Two outputs a core: a matrix product would cost a launch of its own.
@@ -375,8 +425,15 @@ def _block(
 
     width = x.shape[-1]
     y = F.layer_norm(x, (width,), *w.norm_attn, eps)
-    qkv = F.linear(y, *w.qkv).unflatten(-1, (3, heads, -1))
-    q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    if rows is None:
+        qkv = F.linear(y, *w.qkv).unflatten(-1, (3, heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+    else:
+        q = F.linear(y[:, :rows], w.qkv[0][:width], w.qkv[1][:width])
+        q = q.unflatten(-1, (heads, -1)).transpose(1, 2)
+        kv = F.linear(y, w.qkv[0][width:], w.qkv[1][width:]).unflatten(-1, (2, heads, -1))
+        k, v = (part.transpose(1, 2) for part in kv.unbind(2))
+        x = x[:, :rows]
     mixed = core_attention(
         q,
         k,

@@ -64,6 +64,17 @@ def merge_plan(
     return plan
 
 
+def tokens_by_block(
+    depth: int, blocks: tuple[int, ...], keep: float, grid: tuple[int, int]
+) -> tuple[int, ...]:
+    """How many patch tokens each of `depth` blocks sees under `merge_plan`."""
+    plan, left, found = merge_plan(blocks, keep, grid), grid[0] * grid[1], []
+    for number in range(1, depth + 1):
+        left = plan[number][1] if number in plan else left
+        found.append(left)
+    return tuple(found)
+
+
 def merge(
     tokens: Tensor, periphery: Periphery, grid: tuple[int, int], side: int, target: int
 ) -> tuple[Tensor, Periphery]:

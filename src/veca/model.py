@@ -27,6 +27,7 @@ from veca.checks import (
     check_blocks,
     check_budget,
     check_finite,
+    check_first,
     check_images,
     check_keep,
     check_layers,
@@ -78,6 +79,35 @@ class VecaOutput(NamedTuple):
 
     def __repr__(self) -> str:
         return one_line(self, ("cls", "patches", "cores"))
+
+
+class CoresOutput(NamedTuple):
+    """What `Veca.cores_only` gives: a `VecaOutput` without patches."""
+
+    cores: Tensor
+    """[B, R, D'] the cores that were asked for, the global embedding first."""
+    core_xy: Tensor
+    """[B, R, 2] where they ended, (x, y) in [-1, 1]."""
+    grid: tuple[int, int]
+    """(h, w): patches down and across."""
+
+    @property
+    def cls(self) -> Tensor:
+        """[B, D'] the first core: the global embedding."""
+        return self.cores[:, 0]
+
+    def keys(self) -> tuple[str, ...]:
+        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
+        return ("cls", "cores", "core_xy", "grid")
+
+    def __getitem__(self, key: Any) -> Any:
+        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
+
+    def __repr__(self) -> str:
+        return one_line(self, ("cls", "cores"))
 
 
 class CoreBank(nn.Module):
@@ -138,8 +168,11 @@ class CoreAttention(nn.Module):
         patch_rotation: Rotation | None,
         backend: str = "auto",
         multiplicity: Tensor | None = None,
+        rows: int | None = None,
     ) -> Tensor:
-        q, k, v = (self.split_heads(project(x)) for project in (self.q, self.k, self.v))
+        """`rows`: the first cores alone come out, so many of them; the others are only seen."""
+        q = self.split_heads(self.q(x if rows is None else x[:, :rows]))
+        k, v = (self.split_heads(project(x)) for project in (self.k, self.v))
         mixed = core_attention(
             q,
             k,
@@ -251,21 +284,24 @@ class Block(nn.Module):
         patch_rotation: Rotation | None,
         backend: str = "auto",
         multiplicity: Tensor | None = None,
+        rows: int | None = None,
     ) -> Tensor:
-        mixed = self.attn(
-            self.norm_attn(x), num_cores, core_rotation, patch_rotation, backend, multiplicity
+        """`rows`: the first cores alone come out, so many of them; the others are only seen."""
+        tables = core_rotation, patch_rotation
+        # In one expression: what the norm gives is freed before the feed-forward needs room.
+        x = (x if rows is None else x[:, :rows]) + self.attn(
+            self.norm_attn(x), num_cores, *tables, backend, multiplicity, rows
         )
-        return self.add(x, mixed)
+        return self.feed(x)
 
-    def add(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream after what attention found, and after the feed-forward."""
-        x = x + mixed
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward half of the block."""
         return x + self.ffn(self.norm_ffn(x))
 
     def read(self, patches: Tensor, keys: Tensor, values: Tensor, rotation: Rotation) -> Tensor:
         """Patches alone [B, n, D]: they see nothing but the cores' `keys` and `values`."""
         queries = self.attn.queries(self.norm_attn(patches), rotation)
-        return self.add(patches, self.attn.joined(patch_rows(queries, keys, values)))
+        return self.feed(patches + self.attn.joined(patch_rows(queries, keys, values)))
 
 
 class LayerState(NamedTuple):
@@ -274,7 +310,8 @@ class LayerState(NamedTuple):
     number: int
     """1 after the first block; 0 for what goes into it."""
     tokens: Tensor
-    """[B, C + T, D] the residual stream, cores first; T is N until patches merge."""
+    """[B, C + T, D] the residual stream, cores first; T is N until patches merge. After the last
+    block of a walk with `rows` [B, rows, D]."""
     core_xy: Tensor
     """[B or 1, C, 2] where the cores stood in this block."""
     core_rotation: Rotation
@@ -443,6 +480,32 @@ class Veca(FeatureModel, nn.Module):
         )[0]
         return raw._replace(cores=self.norm(raw.cores), patches=self.norm(raw.patches))
 
+    def cores_only(
+        self,
+        images: Tensor,
+        cores: int | None = None,
+        keep: float | None = None,
+        *,
+        first: int | None = None,
+        projection: bool = True,
+    ) -> CoresOutput:
+        """The cores of `forward` without the patches, for less: equal to rounding.
+
+        In the last block the patches are only seen; their feed-forward and projection never run.
+
+        >>> model.cores_only(images, first=1).cls     # the global embedding and nothing else
+
+        Args:
+            first: how many of the cores are wanted, 1..C, by default all of them.
+            projection: False: before the output projection, as wide as the network.
+        """
+        rows = check_first(first, check_budget(cores, self.config.num_cores))
+        for layer in self.walk(images, cores, keep=keep, rows=rows):
+            last = layer
+        x = self.norm(last.tokens)
+        core_xy = last.core_xy[:, :rows].expand(x.shape[0], -1, -1)
+        return CoresOutput(self.project(x) if projection else x, core_xy, last.grid)
+
     def forward_intermediates(
         self,
         images: Tensor,
@@ -570,6 +633,7 @@ class Veca(FeatureModel, nn.Module):
         *,
         last: int | None = None,
         keep: float | None = None,
+        rows: int | None = None,
     ) -> Iterator[LayerState]:
         """Run the network block by block: the state before the first, then after each.
 
@@ -583,6 +647,7 @@ class Veca(FeatureModel, nn.Module):
             last: the block to stop after, 1..L, by default the last.
             keep: as in `forward`. Where windows merge, the state after that is yielded as well,
                 with `merging` set.
+            rows: from the last block so many of the cores come out, and no patches.
         """
         c = self.config
         budget = check_budget(cores, c.num_cores)
@@ -634,11 +699,12 @@ class Veca(FeatureModel, nn.Module):
                 core_xy = raw.tanh()
                 core_rotation = rope.rotation(core_xy, periods)
             seen = periphery.multiplicity
+            few = rows if number == end else None
             if self._recomputes(block):
-                run = partial(_unpacked, block, budget, self.backend, seen)
+                run = partial(_unpacked, block, budget, self.backend, seen, few)
                 x = self._gradient_checkpointing_func(run, x, *core_rotation, *patch_rotation)
             else:
-                x = block(x, budget, core_rotation, patch_rotation, self.backend, seen)
+                x = block(x, budget, core_rotation, patch_rotation, self.backend, seen, few)
             yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid, periphery)
 
     def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
@@ -655,12 +721,13 @@ def _unpacked(
     budget: int,
     backend: str,
     multiplicity: Tensor | None,
+    rows: int | None,
     x: Tensor,
     *tables: Tensor,
 ) -> Tensor:
     """A block whose tensors are arguments of their own, which checkpoints can see."""
     cores, patches = Rotation(*tables[:2]), Rotation(*tables[2:])
-    return cast(Tensor, block(x, budget, cores, patches, backend, multiplicity))
+    return cast(Tensor, block(x, budget, cores, patches, backend, multiplicity, rows))
 
 
 def create_model(name: str | VecaConfig, *, backend: str = "auto", **changes: object) -> Veca:

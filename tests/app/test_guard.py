@@ -10,7 +10,7 @@ import pytest
 
 from veca.app import guard as guard_module
 from veca.app.guard import EVENT_BYTES, Guard, client_of
-from veca.app.names import Names
+from veca.app.hosts import AllowedHosts
 from veca.app.uploads import Uploads
 
 needs_gradio = pytest.mark.skipif(
@@ -47,7 +47,7 @@ def gradio():
 def guard(gradio, tmp_path):
     (tmp_path / "uploads").mkdir()
     uploads = Uploads(tmp_path / "uploads", total=4000)
-    return Guard(gradio, Names("127.0.0.1", 7860), uploads, tmp_path, 1000)
+    return Guard(gradio, AllowedHosts("127.0.0.1", 7860), uploads, tmp_path, 1000)
 
 
 async def request(guard, method="GET", path="/", body=b"", host=HOST, client="1.2.3.4", **headers):

@@ -160,10 +160,10 @@ def test_export(reached, weights, tmp_path):
     assert reached(
         "veca.export.export_model", "export", weights, "--out", tmp_path, "--to", "torch-export",
         "--cores", "2,any", "--size", "32x48", "--dtype", "float16", "--name", "mine",
-        "--check-sizes", "64x32", "--threads", 1,
+        "--check-sizes", "64x32", "--threads", 1, "--keep", 0.5,
     ) == {
         "to": "torch-export", "cores": [2, "any"], "size": (32, 48), "dtype": "float16",
-        "name": "mine", "check_sizes": [(64, 32)],
+        "name": "mine", "check_sizes": [(64, 32)], "keep": 0.5,
     }  # fmt: skip
 
 

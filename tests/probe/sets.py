@@ -11,7 +11,7 @@ from PIL import Image
 
 from conftest import stirred
 from veca import Veca, VecaConfig, create_model
-from veca.probe import VecaBackbone, load_protocol
+from veca.probe import ElasticBackbone, load_protocol
 from veca.probe.protocol import Protocol
 
 CONFIG = VecaConfig(depth=2, width=32, heads=2, num_cores=8)
@@ -23,8 +23,8 @@ def model(seed: int = 0, config: VecaConfig = CONFIG) -> Veca:
     return stirred(create_model(config)).eval()
 
 
-def backbone(cores: int | None = None, seed: int = 0, **kwargs: str) -> VecaBackbone:
-    return VecaBackbone(model(seed), cores, **kwargs)
+def backbone(cores: int | None = None, seed: int = 0, **kwargs: str) -> ElasticBackbone:
+    return ElasticBackbone(model(seed), cores, **kwargs)
 
 
 def photo(path: Path, pixels: np.ndarray) -> None:

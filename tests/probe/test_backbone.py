@@ -12,7 +12,7 @@ from probe import sets
 from veca import DenseVit, VecaConfig
 from veca.cost import cost
 from veca.images import normalize
-from veca.probe import Backbone, ProbeError, TeacherBackbone, VecaBackbone, as_backbone
+from veca.probe import Backbone, ElasticBackbone, ProbeError, TeacherBackbone, as_backbone
 from veca.probe.backbone import check_unique, guarded_features, own_grid
 from veca.teachers import CallableTeacher, load_teacher
 from veca.weights.names import public_name
@@ -60,14 +60,14 @@ class TestVeca:
 
     def test_identity_follows_weights_config_and_budget(self):
         base = sets.backbone(4)
-        same = [base, VecaBackbone(sets.model(), 4, name="other")]
+        same = [base, ElasticBackbone(sets.model(), 4, name="other")]
         assert same[0].identity() == same[1].identity()
         others = [sets.backbone(8), sets.backbone(4, seed=1)]
         with torch.no_grad():
             others.append(sets.backbone(4))
             others[-1].model.norm.bias += 1e-6
         shifted = sets.model(config=sets.CONFIG.replace(image_mean=(0.5, 0.5, 0.5)))
-        others.append(VecaBackbone(shifted, 4))
+        others.append(ElasticBackbone(shifted, 4))
         for other in others:
             assert other.identity() != base.identity()
 
@@ -85,7 +85,7 @@ class TestProjection:
     @pytest.mark.parametrize("cores", [2, 8])
     def test_veca(self, cores):
         model = sets.model(config=self.WIDE)
-        after = VecaBackbone(model, cores)
+        after = ElasticBackbone(model, cores)
         before = after.under(dataclasses.replace(sets.protocol().extract, projection=False))
         a, b = after.features(PIXELS, (3, 4)), before.features(PIXELS, (3, 4))
         assert a.patches.shape == (2, 12, 48) and b.patches.shape == (2, 12, 32)
@@ -105,10 +105,10 @@ class TestProjection:
 
     def test_they_are_told_apart(self):
         model = sets.model(config=self.WIDE)
-        after, before = VecaBackbone(model), VecaBackbone(model, projection=False)
+        after, before = ElasticBackbone(model), ElasticBackbone(model, projection=False)
         assert after.identity() != before.identity()
         assert before.describe()["features"] == "before the output projection"
-        assert VecaBackbone(model, projection=False).at([2])[0].projection is False
+        assert ElasticBackbone(model, projection=False).at([2])[0].projection is False
 
 
 class TestGrids:
@@ -225,6 +225,6 @@ class TestAnything:
 
 def test_patch_size_8_config():
     config = VecaConfig(depth=2, width=32, heads=2, num_cores=8, patch_size=8)
-    backbone = VecaBackbone(sets.model(config=config))
+    backbone = ElasticBackbone(sets.model(config=config))
     assert isinstance(backbone, Backbone)
     assert backbone.features(PIXELS, backbone.grid_for((48, 64), 16)).grid == (6, 8)

@@ -16,7 +16,7 @@ from rich.console import Console
 from probe import sets
 from probe.test_backbone import teacher
 from probe.test_run import SETS
-from veca.probe import TeacherBackbone, VecaBackbone, run_probe, write_report, write_tables
+from veca.probe import ElasticBackbone, TeacherBackbone, run_probe, write_report, write_tables
 from veca.probe.data import ProbeData
 from veca.probe.intervals import DRAWS, Resampling, _student, iou_sums, mean_sums
 from veca.probe.metrics import PRIMARY, Confusion
@@ -273,7 +273,7 @@ def test_images_without_depth_do_not_count(probe, outcomes, tmp_path):
 
 def test_only_students_keep_a_share_of_their_full_budget(probe):
     students = sets.backbone().at([2])
-    (other,) = VecaBackbone(sets.model(), role="baseline").at([8])
+    (other,) = ElasticBackbone(sets.model(), role="baseline").at([8])
     small, full = probe("knn", [*students, other]).rows
     assert small.retention_full is not None and small.interval_full is not None
     assert full.retention_full is None and full.interval_full is None

@@ -15,9 +15,9 @@ from probe.test_backbone import teacher
 from veca import DenseVit
 from veca.errors import ImageError, MissingExtraError
 from veca.probe import (
+    ElasticBackbone,
     ProbeError,
     TeacherBackbone,
-    VecaBackbone,
     as_backbone,
     planned_subject,
     run_probe,
@@ -217,7 +217,7 @@ class TestLearning:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 class TestGpu:
     def rows(self):
-        return VecaBackbone(sets.model().cuda()).at([2, 8])
+        return ElasticBackbone(sets.model().cuda()).at([2, 8])
 
     @pytest.mark.parametrize("task", SETS)
     def test_repeats_to_the_last_digit(self, go, task):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,11 @@ from veca._util.memory import (
     peak_tensor_memory,
     too_large,
 )
+from veca.config import PRESETS
 from veca.embed import embed, extract
 from veca.embed.pipeline import ModelRunner
 from veca.errors import ImageError, InputError, VecaWarning
+from veca.images.transform import check_memory
 
 
 def test_peak_counts_what_is_alive_at_once():
@@ -103,6 +106,15 @@ def test_an_image_that_does_not_fit_is_refused_before_it_is_enlarged(little):
         model.preprocess(np.zeros((32, 32, 3), np.uint8), size=384)
 
 
+def test_a_strip_that_becomes_a_giant_is_a_warning_however_much_memory_there_is(monkeypatch):
+    monkeypatch.setattr(memory, "available_memory", lambda device="cpu": 10**13)
+    config = PRESETS["veca_tiny_patch16"]
+    with pytest.warns(VecaWarning, match=r"20 x 3000.*512 x 76800.*GB"):
+        check_memory(config, (20, 3000), (512, 76800))
+    check_memory(config, (8000, 8000), (8000, 8000))  # a large image of its own size
+    check_memory(config, (60, 80), (512, 688))
+
+
 def test_a_run_names_what_does_not_fit_and_does_the_rest(little, tmp_path):
     model = veca.create_model(SMALLEST).eval()
     for name, size in (("strip", (3000, 20)), ("photo", (48, 32))):
@@ -114,8 +126,17 @@ def test_a_run_names_what_does_not_fit_and_does_the_rest(little, tmp_path):
     with pytest.raises(InputError, match="10000 x 10000"):
         extract(model, tmp_path, tmp_path / "large", size=10_000)
     assert not (tmp_path / "large").exists()
-    with pytest.warns(VecaWarning, match="--batch-size"):
-        extract(model, tmp_path / "photo.png", tmp_path / "more", size=64, batch_size=99)
+
+
+def test_batches_that_do_not_fit_are_a_warning_about_the_images_there_are(little, tmp_path):
+    model = veca.create_model(SMALLEST).eval()
+    for number in range(48):
+        Image.new("RGB", (48, 32)).save(tmp_path / f"{number}.png")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", VecaWarning)
+        extract(model, tmp_path / "0.png", tmp_path / "one", size=64, batch_size=99)
+    with pytest.warns(VecaWarning, match=r"^48 images .*--batch-size"):
+        extract(model, tmp_path, tmp_path / "all", size=64, batch_size=99)
 
 
 def test_embed_refuses_and_lists_the_same(little, tmp_path):

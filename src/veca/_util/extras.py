@@ -97,7 +97,7 @@ def install_command(extra: str | None, package: str) -> str:
     It names the place that this package was installed from, because its name alone may stand for
     nothing on the index. Where that place is gone, it names what the extra consists of.
     """
-    origin = find_origin()
+    origin = find_installation()
     targets = [package]
     if extra is not None:
         target = origin.with_extra(extra)
@@ -108,7 +108,7 @@ def install_command(extra: str | None, package: str) -> str:
 
 def upgrade_advice() -> str:
     """What a user does to get a newer version of this package, in words."""
-    origin = find_origin()
+    origin = find_installation()
     if origin.kind == "index":
         return f"upgrade with `{origin.installer} --upgrade veca`"
     place = shlex.quote(origin.place)
@@ -122,7 +122,7 @@ def upgrade_advice() -> str:
     return pull if origin.kind == "editable" else f"{pull}, then `{origin.installer} {place}`"
 
 
-class Origin(NamedTuple):
+class Installation(NamedTuple):
     """How this package came to be here."""
 
     kind: str
@@ -148,7 +148,7 @@ class Origin(NamedTuple):
         return f"{place}[{extra}]"
 
 
-def find_origin() -> Origin:
+def find_installation() -> Installation:
     """How this package was installed, as the installer wrote it down."""
     direct: dict[str, Any] = {}
     by = ""
@@ -161,18 +161,18 @@ def find_origin() -> Origin:
     installer = "uv pip install" if by == "uv" else "pip install"
     clone = clone_of(_PACKAGE)
     if clone is not None:  # whatever is installed: this is the code that runs
-        return Origin("editable", str(clone), installer)
+        return Installation("editable", str(clone), installer)
     address = str(direct.get("url", ""))
     if "vcs_info" in direct:
         vcs = direct["vcs_info"]
         revision = f"@{vcs['requested_revision']}" if vcs.get("requested_revision") else ""
-        return Origin("repository", f"{vcs.get('vcs', 'git')}+{address}{revision}", installer)
+        return Installation("repository", f"{vcs.get('vcs', 'git')}+{address}{revision}", installer)
     if address.startswith("file:"):
         place = unquote(urlsplit(address).path)
         if re.match(r"/[A-Za-z]:", place):  # a drive of Windows
             place = place[1:]
-        return Origin("clone" if "dir_info" in direct else "wheel", place, installer)
-    return Origin("index", "", installer)
+        return Installation("clone" if "dir_info" in direct else "wheel", place, installer)
+    return Installation("index", "", installer)
 
 
 def clone_of(package: Path) -> Path | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from veca._util.extras import require
-from veca.app.names import Names, same_origin
+from veca.app.hosts import AllowedHosts, same_origin
 from veca.app.turnstile import Turnstile
 from veca.app.uploads import Uploads
 from veca.errors import InputError
@@ -68,7 +68,7 @@ class Guard:
     """
 
     def __init__(
-        self, app: App, names: Names, uploads: Uploads, folder: Path, file_bytes: int
+        self, app: App, names: AllowedHosts, uploads: Uploads, folder: Path, file_bytes: int
     ) -> None:
         self.app = app
         self.names = names

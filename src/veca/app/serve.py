@@ -16,8 +16,8 @@ from veca.app.content import Limits
 from veca.app.folder import temporary_folder
 from veca.app.guard import Guard
 from veca.app.handlers import Handlers
+from veca.app.hosts import AllowedHosts
 from veca.app.model_cache import ModelCache
-from veca.app.names import Names
 from veca.app.page import CSS, build_page
 from veca.app.uploads import Uploads
 from veca.app.visitors import Visitors
@@ -47,8 +47,8 @@ def running(
             loaded at once, so that a wrong name is told here.
         host: the address to listen on; the default is reachable from this machine only.
         port: by default the first free one from 7860.
-        allow_hosts: names, beside the page's own (`veca.app.names.Names`), under which browsers may
-            ask for it: "demo.example.org", or "localhost:8000" of a forwarded port.
+        allow_hosts: names, beside the page's own (`veca.app.hosts.AllowedHosts`), under which
+            browsers may ask for it: "demo.example.org", or "localhost:8000" of a forwarded port.
     """
     limits = limits or Limits()
     with temporary_folder() as folder, _environment(str(folder)):
@@ -56,7 +56,7 @@ def running(
         from veca.app.server import address_of, listen, serving
 
         with listen(host, port) as listener:
-            names = Names(host, listener.getsockname()[1], allow_hosts)
+            names = AllowedHosts(host, listener.getsockname()[1], allow_hosts)
             uploads = Uploads(folder / "uploads")
             handlers = Handlers(ModelCache(weights, device), limits, uploads, folder)
             app = _application(build_page(handlers, Visitors()), limits)

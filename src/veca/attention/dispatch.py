@@ -34,7 +34,9 @@ def core_attention(
 
     Args:
         q, k, v: [B, H, T, d], any strides, one dtype. The first `num_cores` of the T tokens are
-            the cores, the others the patches. `num_cores == T` is plain full attention.
+            the cores, the others the patches. `num_cores == T` is plain full attention. A `q` of
+            at most `num_cores` tokens asks for the rows of the first cores alone, which are plain
+            attention over all keys: every backend but "reference" leaves them to torch.
         core_rotation, patch_rotation: optional rotary tables (cos, sin), each [B or 1, tokens,
             d / 2], applied to q and k here; see `veca.rope`. Give both or neither.
         scale: multiplies the scores; default 1 / sqrt(d).
@@ -48,11 +50,11 @@ def core_attention(
         backend: "auto" takes the fastest that fits; "reference", "sdpa" or "triton" forces one.
 
     Returns:
-        [B, H, T, d], in the dtype of `q`.
+        [B, H, T, d], in the dtype of `q`; as many tokens as `q` has.
     """
     core_rotation, patch_rotation = _check(q, k, v, num_cores, core_rotation, patch_rotation)
     if multiplicity is not None:
-        multiplicity = _check_multiplicity(multiplicity, q, num_cores)
+        multiplicity = _check_multiplicity(multiplicity, k, num_cores)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     run = _choose(q, k, v, num_cores, patch_rotation, backend)
     return run(q, k, v, num_cores, core_rotation, patch_rotation, scale, multiplicity)
@@ -83,6 +85,8 @@ def _choose(
         return sdpa.core_attention
     if backend not in BACKENDS:
         raise InputError(f"unknown attention backend {suggest(str(backend), BACKENDS)}")
+    if q.shape[2] != k.shape[2]:  # rows of cores alone
+        return sdpa.core_attention
     why_not = fused.unavailable(q.device) or fused.unsupported(q, k, v, num_cores)
     # Torch's own kernels do full attention, gradients of the patches' tables, and large problems
     # in float32, where the matrix units are out of reach of both and theirs are tuned longer.
@@ -111,10 +115,12 @@ def _check(
 ) -> tuple[Rotation | None, Rotation | None]:
     if q.ndim != 4:
         raise InputError(f"q must be [batch, heads, tokens, width], got shape {tuple(q.shape)}.")
-    if not (q.shape == k.shape == v.shape):
+    few = q.shape != k.shape and k.ndim == 4 and q.shape[2] <= num_cores  # rows of cores alone
+    shape = (*q.shape[:2], k.shape[2], q.shape[3]) if few else q.shape
+    if not (shape == k.shape == v.shape):
         raise InputError(
-            "q, k and v must have one shape, got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}."
+            "q, k and v must have one shape, but that q may have fewer tokens, up to num_cores; "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}."
         )
     if not (q.dtype == k.dtype == v.dtype) or not q.is_floating_point():
         raise InputError(
@@ -124,7 +130,7 @@ def _check(
         raise InputError(
             f"q, k and v must be on one device, got {q.device}, {k.device} and {v.device}."
         )
-    batch, _, tokens, width = q.shape
+    batch, _, tokens, width = k.shape
     if isinstance(num_cores, bool) or not isinstance(num_cores, (int, torch.SymInt)):
         raise InputError(f"num_cores must be a whole number, got {num_cores!r}.")
     if not 1 <= num_cores <= tokens:
@@ -146,11 +152,11 @@ def _check(
     )
 
 
-def _check_multiplicity(multiplicity: Tensor, q: Tensor, num_cores: int) -> Tensor | None:
-    """As [B or 1, N] in float32, or in float64 for such a q; None where there are no patches."""
+def _check_multiplicity(multiplicity: Tensor, k: Tensor, num_cores: int) -> Tensor | None:
+    """As [B or 1, N] in float32, or in float64 for such a k; None where there are no patches."""
     if not isinstance(multiplicity, Tensor):
         raise InputError(f"multiplicity must be a tensor, got {type(multiplicity).__name__}.")
-    batch, patches = q.shape[0], q.shape[2] - num_cores
+    batch, patches = k.shape[0], k.shape[2] - num_cores
     shape = tuple(multiplicity.shape)
     # The batch itself first: while traced for any batch, asking for 1 would rule 1 out.
     right = len(shape) == 1 or (len(shape) == 2 and (shape[0] == batch or shape[0] == 1))
@@ -159,9 +165,9 @@ def _check_multiplicity(multiplicity: Tensor, q: Tensor, num_cores: int) -> Tens
             f"multiplicity must be [1 or {batch}, {patches}], a number for each patch token, "
             f"got shape {shape}."
         )
-    if multiplicity.is_complex() or multiplicity.device != q.device:
+    if multiplicity.is_complex() or multiplicity.device != k.device:
         raise InputError(
-            f"multiplicity must be real numbers on {q.device}, where q is, "
+            f"multiplicity must be real numbers on {k.device}, where q is, "
             f"got {multiplicity.dtype} on {multiplicity.device}."
         )
     if multiplicity.requires_grad and torch.is_grad_enabled():
@@ -176,7 +182,7 @@ def _check_multiplicity(multiplicity: Tensor, q: Tensor, num_cores: int) -> Tens
         if not 0 <= least <= most < math.inf:
             bad = least if not least >= 0 else most
             raise InputError(f"multiplicity must be finite and at least 0, got {bad}.")
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if k.dtype == torch.float64 else torch.float32
     return multiplicity.to(wide).reshape(-1, patches)
 
 

@@ -30,19 +30,28 @@ def core_attention(
     scale: float,
     multiplicity: Tensor | None = None,
 ) -> Tensor:
-    """`multiplicity` is [B or 1, N]: how many patches each patch token stands for."""
+    """`multiplicity` is [B or 1, N]: how many patches each patch token stands for.
+
+    `q` may have the rows of the first cores alone.
+    """
     dtype = q.dtype
     q, k, v = (x if x.dtype == torch.float64 else x.float() for x in (q, k, v))
-    q = rotate_tokens(q, num_cores, core_rotation, patch_rotation)
+    rows = q.shape[2]
+    if rows < k.shape[2]:
+        q = rotate_tokens(q, rows, first_rows(core_rotation, q), None)
+    else:
+        q = rotate_tokens(q, num_cores, core_rotation, patch_rotation)
     k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
     scores = q @ k.transpose(-2, -1) * scale
-    seen = visibility(q.shape[-2], num_cores, q.device)
+    seen = visibility(k.shape[2], num_cores, q.device)[:rows]
     scores = scores.masked_fill(~seen, float("-inf"))
     if multiplicity is None:
         return (scores.softmax(dim=-1) @ v).to(dtype)
     # m equal tokens weigh m * exp(score) = exp(score + log m); log 0 is -inf: not there.
     scores = scores + core_bias(multiplicity, num_cores).to(scores.dtype)
     out = (scores.softmax(dim=-1) @ v).to(dtype)
+    if rows < k.shape[2]:
+        return out
     return torch.cat([out[:, :, :num_cores], present(out[:, :, num_cores:], multiplicity)], dim=2)
 
 
@@ -58,6 +67,11 @@ def present(patches: Tensor, multiplicity: Tensor) -> Tensor:
     """`patches` [B, H, N, d] with zeros for tokens that are padding, so that no gradient of theirs
     reaches a core."""
     return torch.where((multiplicity == 0)[:, None, :, None], 0.0, patches)
+
+
+def first_rows(rotation: Rotation | None, q: Tensor) -> Rotation | None:
+    """The cores' tables for a `q` [B, H, R, d] that has the rows of the first R of them alone."""
+    return rotation and Rotation(*(table[:, : q.shape[2]] for table in rotation))
 
 
 def rotate_tokens(

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import scaled_dot_product_attention
 
 from veca._util.tracing import has_values
-from veca.attention.reference import core_bias, present, rotate_tokens
+from veca.attention.reference import core_bias, first_rows, present, rotate_tokens
 from veca.rope import Rotation, rotate
 
 
@@ -22,21 +22,23 @@ def core_attention(
     scale: float,
     multiplicity: Tensor | None = None,
 ) -> Tensor:
+    """`q` may have the rows of the first cores alone."""
     q_cores, q_patches = q[:, :, :num_cores], q[:, :, num_cores:]
-    if core_rotation is not None:
-        q_cores = rotate(q_cores, core_rotation)
-    if patch_rotation is not None:
-        q_patches = rotate(q_patches, patch_rotation)
+    rows = core_rotation if q.shape[2] == k.shape[2] else first_rows(core_rotation, q)
+    if rows is not None:
+        q_cores = rotate(q_cores, rows)
     k = rotate_tokens(k, num_cores, core_rotation, patch_rotation)
 
     # One row for all heads and cores: torch's fused kernels broadcast it, so that nothing of the
     # size of the scores is made.
     bias = None if multiplicity is None else core_bias(multiplicity, num_cores).to(q.dtype)
     if bias is not None and is_compiling():  # else a traced number of cores is compared with 1
-        bias = bias.expand(-1, -1, num_cores, -1)
+        bias = bias.expand(-1, -1, q_cores.shape[2], -1)
     cores = scaled_dot_product_attention(q_cores, k, v, attn_mask=bias, scale=scale)
     if q_patches.shape[2] == 0:
         return cores
+    if patch_rotation is not None:
+        q_patches = rotate(q_patches, patch_rotation)
     patches = patch_rows(q_patches, k[:, :, :num_cores], v[:, :, :num_cores], scale=scale)
     if multiplicity is not None and not _all_present(multiplicity):
         patches = present(patches, multiplicity)

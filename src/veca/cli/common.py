@@ -31,6 +31,20 @@ console = Console()
 
 Weights = Annotated[str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")]
 Cores = Annotated[int | None, typer.Option(help="The budget.", show_default="all the model has")]
+Keep = Annotated[
+    str | None,
+    typer.Option(
+        help="The share of patch tokens that go on after merging, 0.2 to 1; or auto.",
+        show_default="1: all",
+    ),
+]
+Agreement = Annotated[
+    float | None,
+    typer.Option(
+        help="With auto: the promised cosine with the full pass, such as 0.98.",
+        show_default="the model's",
+    ),
+]
 _SIZE = "Short side in pixels, HEIGHTxWIDTH, or native."
 ShownSize = Annotated[str, typer.Option(help=_SIZE)]
 StoredSize = Annotated[
@@ -127,6 +141,15 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
 def parse_stored_size(text: str | None) -> int | tuple[int, int] | Literal["auto"] | None:
     """As `parse_size`; what was not given is "auto"."""
     return "auto" if text is None else parse_size(text)
+
+
+def parse_keep(text: str | None) -> float | str | None:
+    """'0.5' -> 0.5; 'auto' as it is; None, which is all, stays."""
+    if text is None:
+        return None
+    from veca.checks import read_keep
+
+    return read_keep(text)
 
 
 def parse_what(text: str) -> list[str]:

@@ -8,11 +8,13 @@ from typing import Annotated
 import typer
 
 from veca.cli.common import (
+    Agreement,
     BatchSize,
     Cores,
     Device,
     Dtype,
     Images,
+    Keep,
     Overwrite,
     Pca,
     Precision,
@@ -24,6 +26,7 @@ from veca.cli.common import (
     Width,
     console,
     count,
+    parse_keep,
     parse_stored_size,
     parse_what,
     pick_device,
@@ -45,6 +48,8 @@ def features(
     ],
     weights: Weights = "veca_tiny_patch16",
     cores: Cores = None,
+    keep: Keep = None,
+    agreement: Agreement = None,
     size: StoredSize = None,
     fit: Annotated[
         str, typer.Option(help="How images come onto the patch grid: resize, pad, crop or error.")
@@ -87,6 +92,7 @@ def features(
 
     wanted = parse_what(what)
     pixels = parse_stored_size(size)
+    share = parse_keep(keep)
     images = open_images(sources)  # before the weights: they may take a download
     say_passed_over(images)
     if threads is not None:
@@ -99,6 +105,8 @@ def features(
             images,
             out,
             cores=cores,
+            keep=share,
+            agreement=agreement,
             size=pixels,
             fit=fit,
             what=wanted,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from veca.cli.common import (
+    Agreement,
     Device,
     ProbeWidth,
     Threads,
@@ -53,6 +54,14 @@ def probe(
         str | None,
         typer.Option(help="Budgets, such as 8,16,...,64.", show_default="8,16,... and all"),
     ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            help="Shares of patch tokens that go on after merging, such as 0.35,0.5,1.",
+            show_default="1: all",
+        ),
+    ] = None,
+    agreement: Agreement = None,
     protocol: Annotated[
         str, typer.Option(help="A name (quick, dinov3-ade20k, ...) or a .toml file.")
     ] = "quick",
@@ -94,9 +103,10 @@ def probe(
         Path | None,
         typer.Option(help="Folder that keeps features.", show_default="~/.cache/veca/probe"),
     ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep/--no-keep", help="Keep features for the next run.")
-    ] = True,
+    no_cache: Annotated[
+        bool, typer.Option("--no-cache", help="Keep no features for the next run.")
+    ] = False,
+    no_keep: Annotated[bool, typer.Option("--no-keep", hidden=True)] = False,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images in a batch.", show_default="protocol's")
     ] = None,
@@ -128,6 +138,7 @@ def probe(
         load_backbones,
         load_protocol,
         parse_budgets,
+        parse_keeps,
         parse_options,
         planned_subject,
         repeat_command,
@@ -144,6 +155,8 @@ def probe(
     if projection is not None:
         width = "projected" if projection else "native"
         renamed("--projection" if projection else "--no-projection", f"--width {width}")
+    if no_keep:
+        renamed("--no-keep", "--no-cache")
     if width is not None:
         check_choice("width of features", width, ("native", "projected"))
         changes.append(f"extract.projection={str(width == 'projected').lower()}")
@@ -161,13 +174,16 @@ def probe(
         teacher=teacher,
         baselines=baseline or [],
         budgets=parse_budgets(cores) if cores else None,
+        keep=parse_keeps(keep) if keep else None,
+        agreement=agreement,
         device=place,
         dtype=getattr(torch, chosen.extract.dtype),
         allow_remote_code=allow_remote_code,
     )
     used = {
         "data": data, "dataset": dataset, "option": option, "weights": weights, "teacher": teacher,
-        "baseline": baseline, "cores": cores, "protocol": protocol, "size": size, "set": changes,
+        "baseline": baseline, "cores": cores, "keep": keep, "agreement": agreement,
+        "protocol": protocol, "size": size, "set": changes,
         "train-dataset": train_dataset, "train-data": train_data,
         "train-split": train_split if train_split != "train" else None, "test-split": test_split,
         "batch-size": batch_size, "threads": threads, "verify": verify or None,
@@ -194,7 +210,7 @@ def probe(
                     train_split=train_split,
                     test_split=test_split,
                     options=options,
-                    cache=(cache or "default") if keep else None,
+                    cache=None if no_cache or no_keep else cache or "default",
                     device=place,
                     workers=workers,
                     measure_time=time,
@@ -225,7 +241,7 @@ def _show(run: Run, folder: Path) -> None:
     console.print(rich_table(run))
     roles = {row.role for row in run.rows}
     if "student" in roles and "teacher" not in roles:
-        console.print("no teacher beside it; --teacher NAME tells how much of one is kept.")
+        console.print("no teacher beside it; --teacher NAME adds the retention of its score.")
     for line in [*run.notes, *verified(run)]:
         console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
     written = write_tables(run, folder)

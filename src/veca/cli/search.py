@@ -16,6 +16,7 @@ from veca.cli.common import (
     Threads,
     command_line,
     console,
+    parse_keep,
     parse_stored_size,
     pick_device,
 )
@@ -46,6 +47,9 @@ def search(
         str | None, typer.Option(help="Those of the collection.", show_default="where they were")
     ] = None,
     cores: Annotated[int | None, typer.Option(help="The budget.", show_default=_THERE)] = None,
+    keep: Annotated[
+        str | None, typer.Option(help="The share of patch tokens.", show_default=_THERE)
+    ] = None,
     size: Annotated[
         str | None,
         typer.Option(help="Short side in pixels, HEIGHTxWIDTH, or native.", show_default=_THERE),
@@ -80,6 +84,7 @@ def search(
         exact=exact,
         weights=weights,
         cores=cores,
+        keep=parse_keep(keep),
         size=parse_stored_size(size),
         width=width,
         device=pick_device(device),

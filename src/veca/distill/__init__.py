@@ -11,7 +11,7 @@ from veca.distill.loop import DistillResult, distill
 from veca.distill.losses import classifier_kl, distillation_loss
 from veca.distill.normuon import NorMuon, polar_express
 from veca.distill.recipe import Recipe, list_recipes
-from veca.distill.schedule import BudgetSampler
+from veca.distill.schedule import BudgetSampler, KeepSampler
 from veca.distill.standardise import TargetStatistics, load_targets
 from veca.distill.student import load_heads
 from veca.errors import DistillError, DivergedError
@@ -22,6 +22,7 @@ __all__ = [
     "DistillError",
     "DistillResult",
     "DivergedError",
+    "KeepSampler",
     "NorMuon",
     "Recipe",
     "TargetStatistics",

@@ -141,7 +141,7 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class NestedConfig:
-    """Nested dropout along the core axis."""
+    """Nested dropout along the core axis, and how many patch tokens go on."""
 
     budgets: tuple[int, ...] = ()
     """Empty for eighths of the bank: 8, 16, ... 64 as published."""
@@ -151,6 +151,11 @@ class NestedConfig:
     """Budgets trained in one step, on one pass of the teacher."""
     always: tuple[int, ...] = ()
     """Those of them that every step trains, such as [64]; the others are drawn."""
+    keep: tuple[float, ...] = ()
+    """Shares of patch tokens, one of which each step draws, such as [1.0, 0.5, 0.35]; empty for
+    all of them at every step: nothing merges, as published."""
+    keep_weights: tuple[float, ...] = ()
+    """How often each share, in any unit; empty for all alike."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,8 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Cosine and squared error over the grid of sizes x budgets, on images never trained on."""
+    """Cosine and squared error over the grid of sizes x budgets x keep, on images never trained
+    on."""
 
     every: Whole = 0
     """Steps; 0 for the end only."""
@@ -218,6 +224,8 @@ class ValidationConfig:
     """Empty for the sizes trained at."""
     budgets: tuple[int, ...] = ()
     """Empty for the smallest, the middle and the largest trained."""
+    keep: tuple[float, ...] = ()
+    """Shares of patch tokens; empty for all of them."""
     batch: Whole = 0
     """Images at once, over all processes; 0 for the training batch of the size."""
 

@@ -64,6 +64,7 @@ def dry_run(
             size=size,
             batch=plan.sizes.batches[size],
             budgets=plan.budgets.budgets[-config.nested.per_step :],
+            keep=max(plan.keep.shares),
         )
         batch = loader.batch(
             0, size=size, teacher_size=group.teacher_size(size), batch_size=step.batch
@@ -128,6 +129,8 @@ def describe(
     budgets += f"; {plan.budgets.per_step} a step"
     if plan.budgets.always:
         budgets += f", {', '.join(map(str, plan.budgets.always))} in each"
+    if plan.keep.merging:
+        budgets += f"; keep {', '.join(map(str, plan.keep.shares))}"
     o = config.optimizer
     samples = sum(plan.sizes.batch(step) for step in range(min(plan.steps, 1000)))
     samples = round(samples * plan.steps / max(1, min(plan.steps, 1000)))

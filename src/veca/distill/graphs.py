@@ -16,8 +16,9 @@ from torch import Tensor
 from veca._util.cuda import recording, side_stream
 from veca.distill.teachers import TeacherTargets
 
-Pass = Callable[[Tensor, Sequence[TeacherTargets], int, float], Tensor]
-"""(images, targets, budget, share) -> loss terms; adds the share of the gradients to `.grad`."""
+Pass = Callable[[Tensor, Sequence[TeacherTargets], int, float, float], Tensor]
+"""(images, targets, budget, keep, share) -> loss terms; adds the share of the gradients to
+`.grad`."""
 
 _WARM_UP = 2
 """Passes before the recording: they compile kernels and set up libraries, which it cannot."""
@@ -33,15 +34,15 @@ class Recorded(NamedTuple):
 class PassGraphs:
     """Runs one student's passes, recording each kind at its first use.
 
-    A kind is a shape of the images, a budget and a share of the batch. Images and targets are
-    copied to where the recorded kernels read them; recordings of one shape share that place, and
-    all share one pool of memory for what a pass keeps for itself.
+    A kind is a shape of the images, a budget, a share of patch tokens and one of the batch. Images
+    and targets are copied to where the recorded kernels read them; recordings of one shape share
+    that place, and all share one pool of memory for what a pass keeps for itself.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         self._inputs: dict[tuple[int, ...], tuple[Tensor, list[TeacherTargets]]] = {}
-        self._recorded: dict[tuple[tuple[int, ...], int, float], Recorded] = {}
+        self._recorded: dict[tuple[tuple[int, ...], int, float, float], Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._gradients: list[Tensor] = []
 
@@ -51,6 +52,7 @@ class PassGraphs:
         images: Tensor,
         targets: Sequence[TeacherTargets],
         budget: int,
+        keep: float,
         share: float,
     ) -> Tensor:
         """As the pass itself, which must do the same at every call."""
@@ -64,9 +66,9 @@ class PassGraphs:
                 if tensor is not None and where is not None:
                     where.copy_(tensor)
 
-        kind = (shape, budget, share)
+        kind = (shape, budget, keep, share)
         if kind not in self._recorded:
-            self._recorded[kind] = self._record(one_pass, place, places, budget, share)
+            self._recorded[kind] = self._record(one_pass, place, places, budget, keep, share)
         recorded = self._recorded[kind]
         recorded.graph.replay()
         return recorded.terms.clone()
@@ -77,6 +79,7 @@ class PassGraphs:
         images: Tensor,
         targets: Sequence[TeacherTargets],
         budget: int,
+        keep: float,
         share: float,
     ) -> Recorded:
         device = images.device
@@ -84,7 +87,7 @@ class PassGraphs:
         state = torch.cuda.get_rng_state(device)
         with side_stream(device):
             for _ in range(_WARM_UP):
-                one_pass(images, targets, budget, share)
+                one_pass(images, targets, budget, keep, share)
         if not self._gradients:
             # Recorded kernels know gradients by their addresses: these stay for the whole run. A
             # parameter that the pass does not reach has none, now as ever.
@@ -99,7 +102,7 @@ class PassGraphs:
         graph = torch.cuda.CUDAGraph()
         # Threads that write checkpoints or fetch images go on meanwhile.
         with recording(graph, pool=self._pool, capture_error_mode="thread_local"):
-            terms = one_pass(images, targets, budget, share)
+            terms = one_pass(images, targets, budget, keep, share)
         return Recorded(graph, terms)
 
 

@@ -67,8 +67,10 @@ class StepMeter:
             numbers = dict(zip(self.names, row, strict=True))
             bad = [name for name, value in numbers.items() if not math.isfinite(value)]
             budgets = step.budgets if self.elastic else ()
+            merged = {"keep": step.keep} if self.elastic and step.keep < 1 else {}
             if bad:
                 at = f"budget {'+'.join(map(str, budgets))}, " if budgets else ""
+                at += f"keep {step.keep}, " if merged else ""
                 error = DivergedError(
                     f"{_words(bad[0])} became {numbers[bad[0]]} at step {step.number + 1} "
                     f"({at}{step.size} px, learning rate {step.lr:.3g})"
@@ -84,6 +86,7 @@ class StepMeter:
                     "step": step.number + 1,
                     **numbers,
                     "cores": list(budgets),
+                    **merged,
                     "size": step.size,
                     "batch": step.batch,
                     "lr": step.lr,
@@ -171,6 +174,7 @@ class RunLogger:
         flat = {"loss": record["loss"]}
         for row in record["grid"]:
             label = f"{row['size']}/{row['cores']}"
+            label += f"/keep {row['keep']}" if "keep" in row else ""
             label += "".join(f"/{row[key]}" for key in ("student", "teacher") if key in row)
             flat |= {f"{label}/{k}": v for k, v in row.items() if isinstance(v, float)}
         self._report("validation", flat, record["step"])
@@ -179,6 +183,7 @@ class RunLogger:
             who = row.get("student", "")
             words = [who] if who else []
             words += [f"{row['size']} px"] + ([] if who in dense else [f"C={row['cores']}"])
+            words += [f"K={row['keep']}"] if "keep" in row else []
             cosines = f"cls {row['cls_cos']:.3f} dense {row['dense_cos']:.3f}"
             cells.append(f"{' '.join(words)}: {cosines}")
         shown = ", ".join(cells)
@@ -235,8 +240,9 @@ class RunLogger:
     def _show(self, record: Mapping[str, Any], rate: float) -> None:
         left = (self.steps - record["step"]) * record["batch"] / rate if rate else math.inf
         cores = f"C={'+'.join(map(str, record['cores']))}  " if record["cores"] else ""
+        keep = f"K={record['keep']}  " if "keep" in record else ""
         line = (
-            f"step {record['step']}/{self.steps}  loss {record['loss']:.4f}  {cores}"
+            f"step {record['step']}/{self.steps}  loss {record['loss']:.4f}  {cores}{keep}"
             f"{record['size']} px  {rate:,.0f} images/s  {_duration(left)} left"
         )
         if self._bar is not None:

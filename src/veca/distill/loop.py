@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from veca.distill.dry_run import describe
 from veca.distill.export import FINAL, SIBLINGS, export_sections
 from veca.distill.logger import RunLogger, StepMeter, code_version, machine, versions, write_run
 from veca.distill.parallel import World, launch, own_torch_state
-from veca.distill.schedule import TrainingPlan, build_plan
+from veca.distill.schedule import TrainingPlan, build_plan, checked_keep
 from veca.distill.step import training_step
 from veca.distill.teachers import open_teachers, scale_targets
 from veca.distill.trainer import MAIN, StudentGroup, StudentTrainer
@@ -260,7 +261,9 @@ class TrainingRun:
                     ValidatedStudent(
                         trainer.student,
                         # A dense student is the same at every budget.
-                        self.validation_budgets[-1:] if trainer.dense else self.validation_budgets,
+                        [(self.validation_budgets[-1], 1.0)]
+                        if trainer.dense
+                        else list(product(self.validation_budgets, self.validation_keep)),
                         trainer.normalise,
                         trainer.autocast,
                     )
@@ -378,6 +381,7 @@ class TrainingRun:
         middle = budgets[len(budgets) // 2]
         self.validation_sizes = v.sizes or sizes.sizes
         self.validation_budgets = v.budgets or tuple(sorted({budgets[0], middle, budgets[-1]}))
+        self.validation_keep = checked_keep("validation.keep", v.keep) or (1.0,)
         main = self.group.main
         most = main.architecture.num_cores
         if not all(1 <= budget <= most for budget in self.validation_budgets):
@@ -443,6 +447,7 @@ class TrainingRun:
             "sizes": list(self.plan.sizes.sizes),
             "budgets": list(self.plan.budgets.budgets),
             "budget_weights": list(self.plan.budgets.weights),
+            **self._keep_provenance(),
             "optimizer": c.optimizer.name,
             "lr": c.optimizer.lr,
             "lr_scales": _scales(self.group.main),
@@ -450,6 +455,13 @@ class TrainingRun:
             "code": code_version(),
             "torch": str(torch.__version__),
         }
+
+    def _keep_provenance(self) -> dict[str, Any]:
+        """Shares of patch tokens that the steps draw; nothing where no windows merge."""
+        keep = self.plan.keep
+        if not keep.merging:
+            return {}
+        return {"keep": list(keep.shares), "keep_weights": list(keep.weights)}
 
     def _about(self) -> dict[str, Any]:
         """What a checkpoint says beside its tensors."""

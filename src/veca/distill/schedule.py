@@ -1,4 +1,4 @@
-"""What is decided about each step before it runs: learning rate, image size, batch, budgets.
+"""What is decided about each step before it runs: learning rate, image size, batch, budgets, keep.
 
 Random choices are pure functions of the seed and the step: every rank draws the same, and a run
 that resumes draws what the uninterrupted one would have. Stage 1 is one phase with one size;
@@ -13,19 +13,20 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from veca.checks import check_keep
 from veca.config import VecaConfig
 from veca.data.draws import sample_keys, uniform
 from veca.data.mixing import check_pairs
 from veca.distill.config import DistillConfig, Phase
 from veca.distill.parallel import World
-from veca.errors import DistillError
+from veca.errors import DistillError, InputError
 
 T = TypeVar("T")
 
 PUBLISHED_WEIGHTS = (1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0)
 
 # One number for each kind of draw, so that none tells anything about another.
-_BUDGET, _SIZE, _TORCH = 1, 2, 3
+_BUDGET, _SIZE, _TORCH, _KEEP = 1, 2, 3, 4
 
 
 class StepPlan(NamedTuple):
@@ -39,6 +40,8 @@ class StepPlan(NamedTuple):
     """Images, over all processes."""
     budgets: tuple[int, ...]
     lr: float
+    keep: float = 1.0
+    """Share of patch tokens that go on after merging."""
 
 
 class TrainingPlan:
@@ -54,13 +57,14 @@ class TrainingPlan:
         lr: float,
         lr_min: float,
         cooldown: int = 0,
+        keep: KeepSampler | None = None,
     ) -> None:
         if cooldown and (warmup + cooldown > steps or cooldown == steps):
             raise DistillError(
                 f"a warm-up of {warmup} steps and a cool-down of {cooldown} do not fit into "
                 f"{steps} steps."
             )
-        self.sizes, self.budgets = sizes, budgets
+        self.sizes, self.budgets, self.keep = sizes, budgets, keep or KeepSampler()
         self.steps, self.warmup, self.cooldown = steps, warmup, cooldown
         self.lr, self.lr_min = lr, lr_min
 
@@ -74,7 +78,8 @@ class TrainingPlan:
             cooldown=self.cooldown,
         )
         size = self.sizes.size(number)
-        return StepPlan(number, size, self.sizes.batches[size], self.budgets.draw(number), lr)
+        batch, budgets = self.sizes.batches[size], self.budgets.draw(number)
+        return StepPlan(number, size, batch, budgets, lr, self.keep.draw(number))
 
     def from_step(self, number: int) -> Iterator[StepPlan]:
         return map(self.step, range(number, self.steps))
@@ -121,6 +126,7 @@ def build_plan(
         lr=o.lr,
         lr_min=o.lr_min,
         cooldown=s.cooldown,
+        keep=KeepSampler(config.nested.keep, config.nested.keep_weights, seed=config.seed),
     )
 
 
@@ -278,6 +284,55 @@ class BudgetSampler:
         return tuple(drawn)
 
 
+class KeepSampler:
+    """Draws the share of patch tokens that go on in a step, the same on every rank.
+
+    As with budgets, one set of weights then serves every share.
+
+    Args:
+        keep: shares from 0.2 to 1, all different; empty for 1 alone: nothing merges.
+        weights: how often each, in any unit; empty for all alike.
+    """
+
+    def __init__(
+        self, keep: Sequence[float] = (), weights: Sequence[float] = (), *, seed: int = 0
+    ) -> None:
+        self.shares = checked_keep("nested.keep", keep) or (1.0,)
+        self.weights = tuple(float(w) for w in weights) or (1.0,) * len(self.shares)
+        self.seed = seed
+        good = all(math.isfinite(w) and w >= 0 for w in self.weights) and any(self.weights)
+        if len(self.weights) != len(self.shares) or not good:
+            raise DistillError(
+                f"nested.keep_weights must be {len(self.shares)} numbers of at least 0 and not all "
+                f"0, one for each of {list(self.shares)}; got {list(weights)}."
+            )
+
+    @property
+    def merging(self) -> tuple[float, ...]:
+        """The shares that can come and make windows merge."""
+        pairs = zip(self.shares, self.weights, strict=True)
+        return tuple(share for share, weight in pairs if weight and share < 1)
+
+    def draw(self, step: int) -> float:
+        """The share of one step."""
+        if len(self.shares) == 1:
+            return self.shares[0]
+        # Not the order of the file: a reordered list draws the same.
+        pairs = sorted(zip(self.shares, self.weights, strict=True))
+        return weighted_choice(keep_number(self.seed, step), *map(list, zip(*pairs, strict=True)))
+
+
+def checked_keep(where: str, keep: Sequence[float]) -> tuple[float, ...]:
+    """Shares of patch tokens that a setting lists, each of them possible and there once."""
+    try:
+        shares = tuple(check_keep(share) for share in keep)
+    except InputError as error:
+        raise DistillError(f"{where}: {error}") from None
+    if len(set(shares)) < len(shares):
+        raise DistillError(f"{where} must be different shares, got {list(keep)}.")
+    return shares
+
+
 def training_budgets(num_cores: int) -> tuple[int, ...]:
     """Eighths of the bank, rounded up, without repeats: the published ones for 64 cores."""
     return tuple(sorted({-(-num_cores * eighth // 8) for eighth in range(1, 9)}))
@@ -304,6 +359,11 @@ def budget_number(seed: int, step: int, draw: int) -> float:
 def size_number(seed: int, step: int) -> float:
     """Uniform in [0, 1), for the image size of a step."""
     return _uniform(seed, step, _SIZE, 0)
+
+
+def keep_number(seed: int, step: int) -> float:
+    """Uniform in [0, 1), for the share of patch tokens of a step."""
+    return _uniform(seed, step, _KEEP, 0)
 
 
 def seed_torch(seed: int, step: int, draw: int = 0) -> None:

@@ -71,6 +71,7 @@ def forward_backward(
     images = trainer.normalise(pixels)
     # A dense student has no budgets, hence one pass, however many the others make.
     budgets = (0,) if trainer.dense else step.budgets
+    keep = 1.0 if trainer.dense else step.keep
     share = share / len(budgets)
 
     run = functools.partial(one_pass, trainer, loss)
@@ -79,9 +80,9 @@ def forward_backward(
         seed_torch(trainer.config.seed, step.number, number)
         with trainer.world.backward(trainer.wrapped, last=last and number + 1 == len(budgets)):
             if trainer.graphs is None:
-                here = run(images, targets, cores, share)
+                here = run(images, targets, cores, keep, share)
             else:
-                here = trainer.graphs.run(run, images, targets, cores, share)
+                here = trainer.graphs.run(run, images, targets, cores, keep, share)
         terms = here if terms is None else terms + here
     assert terms is not None
     return terms
@@ -93,11 +94,15 @@ def one_pass(
     images: Tensor,
     targets: Sequence[TeacherTargets],
     cores: int,
+    keep: float,
     share: float,
 ) -> Tensor:
-    """Forward and backward at one budget; adds to the gradients, returns the loss terms."""
+    """Forward and backward at one budget and share of patch tokens.
+
+    Adds to the gradients, returns the loss terms.
+    """
     with trainer.autocast():
-        predictions = trainer.wrapped(images, cores=cores)
+        predictions = trainer.wrapped(images, cores=cores, keep=keep)
     losses = loss(predictions, targets)
     (loss.total(losses) * share).backward()
     return loss.terms(losses) * share

@@ -82,11 +82,13 @@ class Student(nn.Module):
             {str(i): Head(width, *pair) for i, pair in enumerate(widths) if i or not own}
         )
 
-    def forward(self, images: Tensor, cores: int | None = None) -> list[Prediction]:
+    def forward(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> list[Prediction]:
         """Predictions of every teacher's features for normalised `images` [B, 3, H, W]."""
         backbone = self.backbone
         dense = isinstance(backbone, DenseVit)
-        out = backbone.tokens(images) if dense else backbone.tokens(images, cores)  # type: ignore[call-arg]
+        out = backbone.tokens(images) if dense else backbone.tokens(images, cores, keep)  # type: ignore[call-arg]
         cls, patches = out.cls, out.patches
         return [
             self.heads[str(i)](cls, patches)

@@ -68,7 +68,10 @@ class StudentTrainer:
         """Compile, spread over the processes and make the optimisers."""
         o = self.config.optimizer
         if self.settings.compile:
-            variants = len(plan.budgets.budgets) * len(plan.sizes.sizes)
+            # Before the first merge all shares are alike; each merge makes tokens fewer.
+            merges = len(self.architecture.merge_blocks)
+            shapes = 1 + len(plan.keep.merging) * merges
+            variants = len(plan.budgets.budgets) * len(plan.sizes.sizes) * shapes
             compile_blocks(self.student, variants)
         self.wrapped = self.world.wrap(self.student, self.student.blocks())
         self.parameters = list(self.student.parameters())

@@ -1,4 +1,4 @@
-"""How close students are on images they never trained on, over sizes x budgets."""
+"""How close students are on images they never trained on, over sizes x budgets x keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class ValidatedStudent(NamedTuple):
     """A student to be measured, and how."""
 
     student: Student
-    budgets: Sequence[int]
+    points: Sequence[tuple[int, float]]
+    """(budget, share of patch tokens)."""
     normalise: Callable[[Tensor], Tensor]
     """Pixels in 0..1 -> what it expects."""
     autocast: Autocast = contextlib.nullcontext
@@ -42,7 +43,8 @@ def validate(
     batches: dict[int, int],
     world: World,
 ) -> list[list[dict[str, Any]]]:
-    """For each student one row for each size and budget (and teacher, where there are several).
+    """For each student one row for each size, budget and share of patch tokens (and teacher, where
+    there are several). A row names the share where windows merge.
 
     `cls_cos` and `dense_cos` are mean cosines (1 is best), `cls_mse` and `dense_mse` mean squared
     errors, all between what the student gives and what it learns (standardised targets, if so
@@ -67,7 +69,7 @@ def validate(
             dtype = torch.float32 if world.device.type == "mps" else torch.float64
             shape = (len(teachers), len(_NAMES))
             sums = [
-                torch.zeros((len(one.budgets), *shape), dtype=dtype, device=world.device)
+                torch.zeros((len(one.points), *shape), dtype=dtype, device=world.device)
                 for one in students
             ]
             shown = teachers.image_size(grid)
@@ -78,9 +80,9 @@ def validate(
                 targets = teachers.targets(batch.shown, grid)
                 for one, mine in zip(students, sums, strict=True):
                     images = one.normalise(batch.pixels)
-                    for i, budget in enumerate(one.budgets):
+                    for i, (budget, keep) in enumerate(one.points):
                         with one.autocast():
-                            predictions = one.student(images, cores=budget)
+                            predictions = one.student(images, cores=budget, keep=keep)
                         if real:
                             for j, teacher in enumerate(teachers):
                                 mine[i, j] += _measure(
@@ -89,8 +91,8 @@ def validate(
             for one, mine, found in zip(students, sums, rows, strict=True):
                 means = (world.sum(mine) / loader.samples).tolist()
                 found += [
-                    _row(size, budget, teachers, j, values)
-                    for budget, by_teacher in zip(one.budgets, means, strict=True)
+                    _row(size, *point, teachers, j, values)
+                    for point, by_teacher in zip(one.points, means, strict=True)
                     for j, values in enumerate(by_teacher)
                 ]
     return rows
@@ -113,7 +115,7 @@ def mean_loss(rows: Sequence[dict[str, Any]], teachers: Teachers) -> float:
     """The mean over the grid of the teachers' weighted losses: what "best" goes by."""
     weights = {teacher.name: teacher.settings.weight for teacher in teachers}
     first = teachers[0].name
-    cells = len({(row["size"], row["cores"]) for row in rows})
+    cells = len({(row["size"], row["cores"], row.get("keep", 1.0)) for row in rows})
     return sum(weights[row.get("teacher", first)] * row["loss"] for row in rows) / cells
 
 
@@ -153,11 +155,12 @@ def _measure(
 
 
 def _row(
-    size: int, budget: int, teachers: Teachers, place: int, values: Sequence[float]
+    size: int, budget: int, keep: float, teachers: Teachers, place: int, values: Sequence[float]
 ) -> dict[str, Any]:
     teacher = teachers[place]
     named = {"teacher": teacher.name} if len(teachers) > 1 else {}
     numbers = dict(zip(_NAMES, values, strict=True))
     if not teacher.settings.kl:
         numbers = {name: v for name, v in numbers.items() if name not in _OF_CLASSIFIER}
-    return {"size": size, "cores": budget, **named, **numbers}
+    merged = {"keep": keep} if keep < 1 else {}
+    return {"size": size, "cores": budget, **merged, **named, **numbers}

@@ -70,6 +70,8 @@ def embed(
     *,
     weights: str | os.PathLike[str] | Veca = "veca_tiny_patch16",
     cores: int | None = None,
+    keep: float | str | None = None,
+    agreement: float | None = None,
     size: AutoSize = AUTO,
     what: Sequence[str] = WHAT[:1],
     width: str = AUTO,
@@ -106,6 +108,8 @@ def embed(
         out: a new folder, or one that an earlier run with the same settings has begun.
         weights: a name, a folder, a .safetensors file, a hub id, or a model.
         cores: the budget; by default the whole bank.
+        keep: the share of patch tokens that go on after merging, 0.2..1; by default all.
+        agreement: with keep="auto", the promised cosine with the full pass.
         size: short side in pixels, (height, width), or None for each image's own size. Images are
             resized to the nearest size on the patch grid. By default "auto": that of the folder, or
             512 (`veca.config.DEFAULT_SIZE`) in a new one.
@@ -188,6 +192,8 @@ def embed(
         batch_size=batch_size,
         shard_rows=shard_rows,
         width=width,
+        keep=keep,
+        agreement=agreement,
         there=there[0] if there else None,
     )
     at_once = batches_at_once(model.device, threads)
@@ -195,7 +201,7 @@ def embed(
         pool.ordered_map, workers=pool.default_workers() if workers is None else workers
     )
     if engine == "local":
-        warn_of_memory(model, settings.pixels, settings.batch, at_once)
+        warn_of_memory(model, settings.pixels, len(images), settings.batch, at_once)
     with locked(folder):
         settings, reduction, is_new = _reduction(
             folder,

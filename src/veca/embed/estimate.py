@@ -83,8 +83,11 @@ def _patches(source: ImageSource, size: Size, fit: str, patch: int) -> int:
     return round(sum(found) / len(found)) if found else 0
 
 
-def warn_of_memory(model: Veca, size: Size, batch: int, at_once: int) -> None:
-    """Refuse a size of which not one image fits in the free memory; warn of too large batches."""
+def warn_of_memory(model: Veca, size: Size, images: int, batch: int, at_once: int) -> None:
+    """Refuse a size of which not one image fits in the free memory; warn of too large batches.
+
+    A single image is looked at when it is read, where its own shape is known.
+    """
     if size is None:  # each image's own: each is looked at when it is read
         return
     height, width = size if isinstance(size, tuple) else (size, size)
@@ -95,12 +98,12 @@ def warn_of_memory(model: Veca, size: Size, batch: int, at_once: int) -> None:
         raise InputError(
             f"an image of {height} x {width} pixels needs {much}; use a smaller size (--size)."
         )
-    much = too_large(one * batch * at_once, device)
-    if much:
-        threads = f" on {at_once} threads" if at_once > 1 else ""
+    together = min(images, batch * at_once)
+    much = too_large(one * together, device)
+    if much and together > 1:
         warnings.warn(
-            f"batches of {batch} images of {height} x {width} pixels{threads} need {much}; use a "
-            "smaller batch size (--batch-size), fewer threads (--threads) or a smaller size.",
+            f"{together} images of {height} x {width} pixels at once need {much}; use a smaller "
+            "batch size (--batch-size), fewer threads (--threads) or a smaller size.",
             VecaWarning,
             stacklevel=3,
         )

@@ -29,7 +29,7 @@ from torch import Tensor
 from veca._util.files import place_for
 from veca._util.numbers import count
 from veca._util.threads import batches_at_once
-from veca.checks import check_budget, check_model
+from veca.checks import check_agreement, check_budget, check_keep, check_model
 from veca.embed.estimate import DiskEstimate, estimate, warn_of_memory
 from veca.embed.pca import FILE as PCA_FILE
 from veca.embed.pca import Reduction, Sample, sample_size
@@ -93,6 +93,8 @@ def extract(
     out: Source,
     *,
     cores: int | None = None,
+    keep: float | str | None = None,
+    agreement: float | None = None,
     size: AutoSize = AUTO,
     fit: str = "resize",
     what: Sequence[str] = WHAT,
@@ -116,6 +118,8 @@ def extract(
         out: a folder, or a file ending in .npz or .safetensors that holds all images (with
             patches only if all their grids agree).
         cores: the budget; by default the whole bank.
+        keep: the share of patch tokens that go on after merging, 0.2..1; by default all.
+        agreement: with keep="auto", the promised cosine with the full pass.
         size, fit: how images come onto the patch grid; see `veca.preprocess`. The size is by
             default "auto": that of the folder, or 512 (`veca.config.DEFAULT_SIZE`) in a new one.
         what: "cls", "patches" or both.
@@ -148,15 +152,13 @@ def extract(
     workers = min(8, os.cpu_count() or 1) if workers is None else at_least("workers", workers)
     check_choice("on_error", on_error, ("skip", "raise"))
     there = None if overwrite else begun(place)
-    settings = _settings(model, cores, size, fit, what, dtype, width, there)
+    settings = _settings(model, cores, keep, agreement, size, fit, what, dtype, width, there)
     source = open_images(sources)
     found: dict[Path, int] = {}
     for i in range(len(source)):
         found.setdefault(_absolute(source.name(i)), i)
     places = list(found.values())
-    compute = ModelRunner(
-        model, cores=settings["cores"], what=settings["what"], dtype=dtype, width=settings["width"]
-    )
+    compute = _runner(model, settings, dtype)
     threads = batches_at_once(compute.device)
     at_once = 1
     if compute.device.type == "cpu":
@@ -164,7 +166,7 @@ def extract(
     pixels: Size = (
         tuple(settings["size"]) if isinstance(settings["size"], list) else settings["size"]
     )
-    warn_of_memory(model, pixels, batch_size, at_once)
+    warn_of_memory(model, pixels, len(places), batch_size, at_once)
 
     def fitted(index: int) -> Preprocessed:
         return preprocess(to_read(source, index), pixels, fit=fit, model=model)
@@ -174,14 +176,7 @@ def extract(
     )
     if reduction is not None:
         settings["pca"] = reduction.settings
-        compute = ModelRunner(
-            model,
-            cores=settings["cores"],
-            what=settings["what"],
-            dtype=dtype,
-            width=settings["width"],
-            reduce=reduction,
-        )
+        compute = _runner(model, settings, dtype, reduction)
     elif pca is not None:  # other than the folder's, which will be refused
         settings["pca"] = {"dimensions": pca, "sha256": ""}
     writer = _open_writer(
@@ -259,6 +254,8 @@ def extract(
 def _settings(
     model: Veca,
     cores: int | None,
+    keep: float | str | None,
+    agreement: float | None,
     size: AutoSize,
     fit: str,
     what: Sequence[str],
@@ -280,7 +277,24 @@ def _settings(
         "dtype": dtype,
         "width": resolved_width(width, model.config, wanted, there),
         "pca": None,
+        "keep": check_keep(keep),
+        "agreement": check_agreement(agreement, cores, keep),
     }
+
+
+def _runner(
+    model: Veca, settings: dict[str, Any], dtype: str, reduce: Reduction | None = None
+) -> ModelRunner:
+    return ModelRunner(
+        model,
+        cores=settings["cores"],
+        what=settings["what"],
+        dtype=dtype,
+        width=settings["width"],
+        reduce=reduce,
+        keep=settings["keep"],
+        agreement=settings["agreement"],
+    )
 
 
 def reduction_file(out: Path) -> Path:
@@ -321,13 +335,7 @@ def _sample(
     dimensions: int,
 ) -> Reduction:
     """The principal components of the first images."""
-    compute = ModelRunner(
-        model,
-        cores=settings["cores"],
-        what=settings["what"],
-        dtype="float32",
-        width=settings["width"],
-    )
+    compute = _runner(model, settings, "float32")
 
     def read(place: int) -> _Reading:
         item = NamedImage(place, Path(), "")

@@ -22,6 +22,7 @@ from veca._util.memory import is_out_of_memory
 from veca._util.numbers import count
 from veca._util.room import one_by_one
 from veca._util.threads import compute_pool
+from veca.checks import dial
 from veca.config import VecaConfig
 from veca.errors import InputError, VecaError, check_choice
 from veca.images import normalize
@@ -191,6 +192,7 @@ class ModelRunner:
     Args:
         width: "native", "projected" or "mixed"; see `feature_widths`.
         reduce: what makes features narrower, by their kind, or None.
+        keep, agreement: as the model takes them.
     """
 
     def __init__(
@@ -202,9 +204,12 @@ class ModelRunner:
         dtype: str,
         width: str = "projected",
         reduce: Callable[[str, Tensor], Tensor] | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> None:
-        self._model, self._cores, self._what, self._dtype = model, cores, what, dtype
+        self._model, self._cores, self._what, self._dtype = model, cores, tuple(what), dtype
         self._width, self._reduce = width, reduce
+        self._dial = dial(keep, agreement)
         self.device = next(model.parameters()).device
 
     @torch.inference_mode()
@@ -229,7 +234,18 @@ class ModelRunner:
 
     def _features(self, pixels: Tensor) -> tuple[dict[str, Tensor], tuple[int, int]]:
         projected = self._width == "projected"
-        out = (self._model if projected else self._model.tokens)(pixels, cores=self._cores)
+        if self._what == ("cls",):
+            alone = self._model.cores_only(
+                pixels,
+                self._cores,
+                first=1,
+                projection=self._width != "native",
+                **self._dial,
+            )
+            return {"cls": alone.cls}, alone.grid
+        out = (self._model if projected else self._model.tokens)(
+            pixels, cores=self._cores, **self._dial
+        )
         # One vector an image through the projection, not one a patch.
         cls = self._model.project(out.cls) if self._width == "mixed" else out.cls
         return {"cls": cls, "patches": out.patches.unflatten(1, out.grid)}, out.grid

@@ -51,6 +51,18 @@ EXACT_BELOW = 100_000
 """Rows of a collection below which all are looked at: that takes a moment and misses nothing."""
 _THREADS = 0  # usearch: all there are
 _LOOK_AT = 64  # candidates of the index whose cosine is computed again, exactly
+_OF_SCORES = (
+    "weights",
+    "cores",
+    "keep",
+    "agreement",
+    "size",
+    "width",
+    "pca",
+    "fast_jpeg",
+    "precision",
+)
+"""Settings that decide what a cosine means."""
 _RECALL_OF, _RECALL_TOP = 64, 10  # rows that recall is measured with, and neighbours of each
 
 log = logging.getLogger("veca.embed")
@@ -116,6 +128,7 @@ class Collection:
         *,
         size: AutoSize = AUTO,
         cores: int | None = None,
+        keep: float | str | None = None,
         width: str | None = None,
     ) -> list[str]:
         """What is asked for that the collection was not made with, in words.
@@ -124,7 +137,7 @@ class Collection:
         """
         if width is not None:
             width = resolved_width(width, self.settings.model_config, self.settings.what, None)
-        wanted: dict[str, Any] = {"cores": cores, "width": width}
+        wanted: dict[str, Any] = {"cores": cores, "keep": keep, "width": width}
         if not isinstance(size, str):
             wanted["size"] = resolved_size(size, self.settings.model_config, None)
             if wanted["size"] is None:
@@ -315,6 +328,7 @@ def search(
     exact: bool | None = None,
     weights: str | os.PathLike[str] | Veca | None = None,
     cores: int | None = None,
+    keep: float | str | None = None,
     size: AutoSize = AUTO,
     width: str | None = None,
     device: str | torch.device = "cpu",
@@ -329,8 +343,8 @@ def search(
         query: an image as `veca.images.read_image` takes it, or a vector [D].
         exact: see `Collection.search`.
         weights: needed where those of the collection are no longer where they were.
-        cores, size, width: a query is always embedded as the collection was. If that is not what
-            is asked for, a `VecaWarning` says so.
+        cores, keep, size, width: a query is always embedded as the collection was. If that is not
+            what is asked for, a `VecaWarning` says so.
     """
     given = [folder] if isinstance(folder, (str, os.PathLike, Collection)) else list(folder)
     collections = [one if isinstance(one, Collection) else Collection(one) for one in given]
@@ -338,7 +352,7 @@ def search(
     is_vector = isinstance(query, (np.ndarray, torch.Tensor)) and query.ndim == 1
     matches = []
     for collection in collections:
-        other = collection.asked_otherwise(size=size, cores=cores, width=width)
+        other = collection.asked_otherwise(size=size, cores=cores, keep=keep, width=width)
         if other:
             warnings.warn(
                 f"{collection.folder} was embedded with {', '.join(other)}; so is the query.",
@@ -362,7 +376,7 @@ def _check_alike(collections: Sequence[Collection]) -> None:
     for other in collections[1:]:
         found = {
             name: (getattr(first.settings, name), getattr(other.settings, name))
-            for name in ("weights", "cores", "size", "width", "pca", "fast_jpeg", "precision")
+            for name in _OF_SCORES
         }
         differ = {name: values for name, values in found.items() if values[0] != values[1]}
         if not differ:
@@ -370,7 +384,7 @@ def _check_alike(collections: Sequence[Collection]) -> None:
         said = ", ".join(f"{name} {_word(a)} and {_word(b)}" for name, (a, b) in differ.items())
         says = f"{first.folder} and {other.folder} were embedded differently: {said}"
         # Another precision is another hash of the same weights.
-        if differ.keys() & {"weights", "cores", "width", "pca"}:
+        if differ.keys() & {"weights", "cores", "keep", "agreement", "width", "pca"}:
             raise InputError(f"{says}; their scores cannot be compared, search in one at a time.")
         warnings.warn(
             f"{says}; each is searched with a query embedded as it was, and scores of one are not "

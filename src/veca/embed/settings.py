@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from veca.checks import check_budget
+from veca.checks import check_agreement, check_budget, check_keep
 from veca.config import DEFAULT_SIZE, VecaConfig
 from veca.embed.pipeline import DTYPES, WHAT, feature_widths
 from veca.errors import InputError, at_least, check_choice
@@ -27,7 +27,7 @@ AutoSize: TypeAlias = "Size | Literal['auto']"
 DEFAULT_WIDTH = "projected"
 """Native patches keep less than 99 % of the segmentation scores: research/results/width."""
 
-_LATER: dict[str, Any] = {"width": "projected", "pca": None}
+_LATER: dict[str, Any] = {"width": "projected", "pca": None, "keep": 1.0, "agreement": None}
 """Settings that 0.1 did not have, and what they were there. They are written down only where they
 differ from that, so that the fingerprints of 0.1's folders stay what they are."""
 
@@ -55,6 +55,10 @@ class Settings:
     """One of `WIDTHS`."""
     pca: dict[str, Any] | None = None
     """What features were reduced by: {"dimensions", "sha256"} of a `veca.embed.pca.Reduction`."""
+    keep: float | str = 1.0
+    """The share of patch tokens that go on after merging, or "auto"."""
+    agreement: float | None = None
+    """With "auto": what is promised."""
 
     @classmethod
     def of(
@@ -69,6 +73,8 @@ class Settings:
         batch_size: int,
         shard_rows: int,
         width: str = AUTO,
+        keep: float | str | None = None,
+        agreement: float | None = None,
         there: Settings | None = None,
     ) -> Settings:
         """Check what a user asked for; "auto" is what is `there` already, or else the default."""
@@ -91,6 +97,8 @@ class Settings:
                 WHAT if patches else WHAT[:1],
                 found,
             ),
+            keep=check_keep(keep),
+            agreement=check_agreement(agreement, cores, keep),
         )
 
     @classmethod

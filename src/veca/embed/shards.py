@@ -122,6 +122,8 @@ def compute_for(model: Veca, settings: Settings, reduction: Reduction | None = N
         dtype=settings.dtype,
         width=settings.width,
         reduce=reduction,
+        keep=settings.keep,
+        agreement=settings.agreement,
     )
 
 

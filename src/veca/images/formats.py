@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from PIL import Image, features
 
-from veca._util.extras import find_origin, require
+from veca._util.extras import find_installation, require
 from veca.errors import ImageError, MissingExtraError, VecaError
 
 _SUFFIXES = "jpg jpeg jpe jfif png apng webp bmp tif tiff gif ppm pgm pbm pnm"
@@ -138,7 +138,7 @@ def advice(kind: Kind) -> str:
     if kind.plugin is None:
         return (
             f"reading {kind.name} images needs Pillow 11.3 or newer, built with libavif; install "
-            f"it with: {find_origin().installer} --upgrade pillow"
+            f"it with: {find_installation().installer} --upgrade pillow"
         )
     try:
         require(kind.plugin, f"reading {kind.name} images")

@@ -31,6 +31,9 @@ from veca.images.read import Source, check_area, checked_limit, name_of, positiv
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+_MUCH = 2**30
+"""Bytes, and by how much the pixels are multiplied: above both, an enlarged image is a warning."""
+_BLOWN_UP = 16
 """With `IMAGENET_MEAN`: of pixels in 0..1, by channel (R, G, B)."""
 
 Box: TypeAlias = "tuple[int, int, int, int]"
@@ -268,14 +271,16 @@ class ImageTransform:
 def check_memory(model: Any, original: tuple[int, int], final: tuple[int, int]) -> None:
     """Refuse an image that a model (or its configuration) has no memory for, before it is fitted.
 
-    Sizes are (height, width). One that takes more than half of it is a warning.
+    Sizes are (height, width). One that takes more than half of it is a warning, as is a small one
+    that is enlarged until it takes more than a gigabyte.
     """
     needed = forward_bytes(getattr(model, "config", model), *final)
     device = getattr(model, "device", "cpu")
-    much = too_large(needed, device, share=0.5)
+    (h, w), (height, width) = original, final
+    blown_up = needed > _MUCH and height * width > _BLOWN_UP * h * w
+    much = too_large(needed, device, share=0.0 if blown_up else 0.5)
     if much is None:
         return
-    (h, w), (height, width) = original, final
     says = (
         f"an image of {h} x {w}, fitted to {height} x {width} pixels, needs {much}; use a smaller "
         "size, or (height, width), which gives long strips another shape"

@@ -4,7 +4,7 @@ from veca.core_memory import CoreMemory
 from veca.large.picture import ArrayPicture, Picture
 from veca.large.plan import Estimate
 from veca.large.sweep import LargeOutput, Progress, estimate, features
-from veca.large.writers import ArrayWriter, NumpyWriter, Writer
+from veca.large.writers import ArrayWriter, NumpyWriter, TileWriter
 
 __all__ = [
     "ArrayPicture",
@@ -15,7 +15,7 @@ __all__ = [
     "NumpyWriter",
     "Picture",
     "Progress",
-    "Writer",
+    "TileWriter",
     "estimate",
     "features",
 ]

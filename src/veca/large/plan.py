@@ -27,7 +27,7 @@ SLOT_HEADER = 32
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-class Tile(NamedTuple):
+class PatchTile(NamedTuple):
     """A rectangle of the patch grid that is computed at once."""
 
     row: int
@@ -148,7 +148,7 @@ def _work(model: Veca) -> float:
     return 1 + again * (c.depth - 1) / 2
 
 
-def cut(grid: tuple[int, int], side: int, mask: Mask | None = None) -> Iterator[Tile]:
+def cut(grid: tuple[int, int], side: int, mask: Mask | None = None) -> Iterator[PatchTile]:
     """The tiles of a grid, row by row, but those that are masked whole."""
     for row in range(0, grid[0], side):
         for column in range(0, grid[1], side):
@@ -160,7 +160,7 @@ def cut(grid: tuple[int, int], side: int, mask: Mask | None = None) -> Iterator[
                     continue
                 if not part.all():
                     kept = torch.from_numpy(np.flatnonzero(part))
-            yield Tile(row, column, height, width, kept)
+            yield PatchTile(row, column, height, width, kept)
 
 
 def checked_mask(mask: object, grid: tuple[int, int]) -> Mask | None:

@@ -26,9 +26,9 @@ from veca.core_memory import CoreMemory, weights_stamp
 from veca.errors import LargeError, OutputError
 from veca.large.journal import STATES, Journal, LayerStart
 from veca.large.picture import Picture, Pixels, as_picture, patch_grid, tile_pixels
-from veca.large.plan import Estimate, Mask, Tile, checked_mask, cut, plan
+from veca.large.plan import Estimate, Mask, PatchTile, checked_mask, cut, plan
 from veca.large.states import DiskStates, MemoryStates, NoStates, States
-from veca.large.writers import ArrayWriter, NumpyWriter, Writer, as_writer
+from veca.large.writers import ArrayWriter, NumpyWriter, TileWriter, as_writer
 from veca.model import Block, Veca
 
 
@@ -83,7 +83,7 @@ def estimate(
 def features(
     model: Veca,
     picture: Picture | Pixels | Image.Image,
-    out: Writer | str | os.PathLike[str] | None = None,
+    out: TileWriter | str | os.PathLike[str] | None = None,
     *,
     cores: int | None = None,
     mask: object = None,
@@ -101,7 +101,7 @@ def features(
         picture: a `Picture`, a NumPy array or memory map uint8 [H, W, 3], or a Pillow image. It is
             normalised as the weights want. Where its sides are no multiples of the patch size, the
             last patches repeat its last pixels.
-        out: a `.npy` file, or a `Writer`; None keeps the features in memory.
+        out: a `.npy` file, or a `TileWriter`; None keeps the features in memory.
         cores: the budget, 1..M, by default all M.
         mask: booleans [h, w], one for each patch: those that are False are no tokens at all. They
             cost nothing, the cores do not see them, and their features are 0.
@@ -169,11 +169,11 @@ class _Pass:
         model: Veca,
         picture: Picture,
         grid: tuple[int, int],
-        tiles: list[Tile],
+        tiles: list[PatchTile],
         budget: int,
         states: States,
         journal: Journal,
-        writer: Writer,
+        writer: TileWriter,
         progress: Progress | None,
     ) -> None:
         self.model, self.picture, self.grid, self.tiles = model, picture, grid, tiles
@@ -237,7 +237,7 @@ class _Pass:
                 done = (number - 1) * len(self.tiles) + index + 1
                 self.progress(done, len(self.model.blocks) * len(self.tiles))
         mixed = sums.result().to(start.tokens.dtype)
-        return block.add(start.tokens, block.attn.joined(mixed))
+        return block.feed(start.tokens + block.attn.joined(mixed))
 
     def _tile(self, number: int, index: int, queries: Tensor) -> PartialAttention:
         """A tile through one layer; what the cores take from it."""
@@ -250,14 +250,14 @@ class _Pass:
         keys, values = block.attn.keys_and_values(normed, rotation)
         part = partial_attention(queries, keys, values)
         mixed = patch_rows(block.attn.queries(normed, rotation), start.keys, start.values)
-        x = block.add(x, block.attn.joined(mixed))
+        x = block.feed(x + block.attn.joined(mixed))
         if number < len(self.model.blocks):
             self.states.put(index, number, x)
         else:
             self._write(tile, x)
         return part
 
-    def _from_pixels(self, tile: Tile, layers: int, rotation: rope.Rotation) -> Tensor:
+    def _from_pixels(self, tile: PatchTile, layers: int, rotation: rope.Rotation) -> Tensor:
         """A tile's state after some layers, from its pixels and what the cores held ready."""
         model = self.model
         shape = (tile.height, tile.width)
@@ -268,13 +268,13 @@ class _Pass:
             x = self._block(number).read(x, layer.keys, layer.values, rotation)
         return x
 
-    def _rotation(self, tile: Tile) -> rope.Rotation:
+    def _rotation(self, tile: PatchTile) -> rope.Rotation:
         place, shape = (tile.row, tile.column), (tile.height, tile.width)
         xy = rope.region_coordinates(self.grid, place, shape, self.periods.device)
         xy = xy if tile.kept is None else xy[tile.kept.to(xy.device)]
         return rope.rotation(xy.unsqueeze(0), self.periods)
 
-    def _write(self, tile: Tile, x: Tensor) -> None:
+    def _write(self, tile: PatchTile, x: Tensor) -> None:
         found = self.model.project(self.model.norm(x))[0].float().cpu()
         if tile.kept is not None:
             whole = found.new_zeros(tile.height * tile.width, found.shape[1])
@@ -283,7 +283,7 @@ class _Pass:
         self.writer.add(tile.row, tile.column, found.numpy())
 
 
-def _states(estimated: Estimate, tiles: list[Tile], model: Veca, folder: Path | None) -> States:
+def _states(estimated: Estimate, tiles: list[PatchTile], model: Veca, folder: Path | None) -> States:
     """Where states wait; the disk is asked for room first."""
     if estimated.spill == "memory":
         return MemoryStates()

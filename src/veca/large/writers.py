@@ -15,7 +15,7 @@ Features = np.ndarray[Any, Any]
 
 
 @runtime_checkable
-class Writer(Protocol):
+class TileWriter(Protocol):
     """Takes the features of a grid of patches, tile by tile, each once or again after a stop."""
 
     def begin(self, grid: tuple[int, int], width: int, resumed: bool) -> bool:
@@ -124,7 +124,7 @@ class NumpyWriter:
             self._file.close()
 
 
-def as_writer(out: Writer | str | os.PathLike[str] | None) -> Writer:
+def as_writer(out: TileWriter | str | os.PathLike[str] | None) -> TileWriter:
     """A writer, from one, the path of a `.npy` file, or None: in memory."""
     if out is None:
         return ArrayWriter()
@@ -133,6 +133,6 @@ def as_writer(out: Writer | str | os.PathLike[str] | None) -> Writer:
         if path.suffix != ".npy":
             raise OutputError(f"cannot write {path}: features of a large picture are a .npy file.")
         return NumpyWriter(path)
-    if isinstance(out, Writer):
+    if isinstance(out, TileWriter):
         return out
     raise OutputError(f"out must be a path, a writer or None, got {type(out).__name__}.")

@@ -1,8 +1,8 @@
 """Probes: what a frozen backbone knows, at every budget.
 
-    from veca.probe import VecaBackbone, run_probe
+    from veca.probe import ElasticBackbone, run_probe
 
-    rows = VecaBackbone(veca.load("small"), name="small").at([8, 16, 32, 64])
+    rows = ElasticBackbone(veca.load("small"), name="small").at([8, 16, 32, 64])
     run = run_probe("knn", rows, dataset="oxford-pets", data="data/pets", protocol="quick")
 
 The way of a probe, in `run`: `datasets` reads a public layout, `extract` computes the features of
@@ -10,18 +10,19 @@ every `backbone` once and `cache` keeps them, a file of `tasks` trains and score
 what came out, and `table`, `plot` and `report` show it. `protocol` holds every constant.
 """
 
+from veca._util.moved import moved
 from veca.errors import ProbeError
 from veca.probe.backbone import (
     Backbone,
     DenseBackbone,
+    ElasticBackbone,
     Features,
     TeacherBackbone,
-    VecaBackbone,
     as_backbone,
 )
 from veca.probe.blind import BlindBackbone
 from veca.probe.data import check_data, parse_options
-from veca.probe.load import load_backbones, parse_budgets, probe_budgets
+from veca.probe.load import load_backbones, parse_budgets, parse_keeps, probe_budgets
 from veca.probe.protocol import TASKS, Protocol, available_protocols, load_protocol
 from veca.probe.record import (
     Row,
@@ -41,13 +42,13 @@ __all__ = [
     "Backbone",
     "BlindBackbone",
     "DenseBackbone",
+    "ElasticBackbone",
     "Features",
     "ProbeError",
     "Protocol",
     "Row",
     "Run",
     "TeacherBackbone",
-    "VecaBackbone",
     "as_backbone",
     "available_protocols",
     "check_data",
@@ -56,6 +57,7 @@ __all__ = [
     "load_backbones",
     "load_protocol",
     "parse_budgets",
+    "parse_keeps",
     "parse_options",
     "planned_subject",
     "probe_budgets",
@@ -66,3 +68,5 @@ __all__ = [
     "write_report",
     "write_tables",
 ]
+
+__getattr__ = moved(__name__, {"VecaBackbone": "ElasticBackbone"})

@@ -14,16 +14,17 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from veca._util.moved import moved
 from veca._util.numbers import count
-from veca.checks import check_budget
-from veca.config import VecaConfig
+from veca.checks import check_agreement, check_budget, check_keep, dial
+from veca.config import AUTO, VecaConfig
 from veca.cost import Cost, cost
 from veca.dense import DenseVit
 from veca.embed.pipeline import explained_out_of_memory
@@ -72,11 +73,15 @@ class Backbone(ABC):
     role: str
     """"student", "teacher" (what retention is measured against) or "baseline"."""
     cores: int | None = None
+    keep: float | str | None = None
+    """The share of patch tokens that go on; None: all of them, always."""
+    agreement: float | None = None
+    """What keep="auto" promises."""
     device: torch.device
 
     @property
     def label(self) -> str:
-        return self.name if self.cores is None else f"{self.name} C={self.cores}"
+        return label_of(self.name, self.cores, self.keep, self.agreement)
 
     @abstractmethod
     def grid_for(self, size: Grid, cell: int) -> Grid:
@@ -85,6 +90,10 @@ class Backbone(ABC):
     @abstractmethod
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         """Features of `pixels` [B, 3, H, W], float in 0..1, on `grid`."""
+
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """The global feature of `features` alone, [B, D]: for less, where the network can."""
+        return self.features(pixels, grid).cls
 
     @abstractmethod
     def identity(self) -> dict[str, Any] | None:
@@ -140,6 +149,7 @@ class _OwnBackbone(Backbone):
     def features(self, pixels: Tensor, grid: Grid) -> Features:
         images = _prepare(pixels, grid, self.model.config, self.device)
         budget = {} if self.cores is None else {"cores": self.cores}
+        budget |= dial(self.keep, self.agreement)
         with torch.inference_mode():
             out = (self.model if self.projection else self.model.tokens)(images, **budget)
         return Features(out.cls.float(), out.patches.float(), out.grid)
@@ -168,11 +178,16 @@ class _OwnBackbone(Backbone):
 
     def _cost(self, size: Grid, cell: int) -> Cost:
         config, grid = self.model.config, self.grid_for(size, cell)
-        return cost(config, (grid[0] * config.patch_size, grid[1] * config.patch_size), self.cores)
+        return cost(
+            config,
+            (grid[0] * config.patch_size, grid[1] * config.patch_size),
+            self.cores,
+            keep=cast("float | None", self.keep),
+        )
 
 
-class VecaBackbone(_OwnBackbone):
-    """A VECA network at a budget; the first core is the global feature.
+class ElasticBackbone(_OwnBackbone):
+    """A VECA network at a budget and a share of tokens; the first core is the global feature.
 
     `projection` False: features are those that go into the output projection, after the last norm.
     """
@@ -184,31 +199,60 @@ class VecaBackbone(_OwnBackbone):
         model: Veca,
         cores: int | None = None,
         *,
+        keep: float | str | None = None,
+        agreement: float | None = None,
         name: str = "veca",
         role: str = STUDENT,
         projection: bool = True,
     ) -> None:
         super().__init__(model, name, role, projection)
-        self.cores = check_budget(cores, model.config.num_cores)
+        self.model: Veca = model.eval()
+        self._set(cores, keep, agreement)
 
-    def at(self, budgets: Iterable[int]) -> list[VecaBackbone]:
-        """The same network at other budgets; the weights are shared."""
+    def at(
+        self,
+        budgets: Iterable[int],
+        keeps: Sequence[float | str] = (1.0,),
+        agreement: float | None = None,
+    ) -> list[ElasticBackbone]:
+        """The same network at other budgets, each at other shares; the weights are shared."""
         rows = []
         for budget in budgets:
-            rows.append(copy.copy(self))
-            rows[-1].cores = check_budget(budget, self.model.config.num_cores)
+            for keep in keeps:
+                rows.append(copy.copy(self))
+                rows[-1]._set(budget, keep, agreement if AUTO in (budget, keep) else None)
         return rows
 
+    def _set(self, cores: int | None, keep: float | str | None, agreement: float | None) -> None:
+        self.cores = check_budget(cores, self.model.config.num_cores)
+        self.keep = check_keep(keep)
+        self.agreement = check_agreement(agreement, cores, keep)
+
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "cores": self.cores}
+        # Of all tokens nothing is said, so that what 0.1 computed is found again.
+        return {**super().identity(), "cores": self.cores, **dial(self.keep, self.agreement)}
+
+    def cls(self, pixels: Tensor, grid: Grid) -> Tensor:
+        images = _prepare(pixels, grid, self.model.config, self.device)
+        with torch.inference_mode():
+            out = self.model.cores_only(
+                images,
+                self.cores,
+                first=1,
+                projection=self.projection,
+                **dial(self.keep, self.agreement),
+            )
+        return out.cls.float()
 
     def compute(self, size: Grid, cell: int) -> Compute:
+        if AUTO in (self.cores, self.keep):
+            return Compute(None, None)  # each image has its own
         found = self._cost(size, cell).veca
         return Compute(found.interactions, found.flops)
 
 
 class DenseBackbone(_OwnBackbone):
-    """A dense ViT of this package, the yardstick; `projection` as of a `VecaBackbone`."""
+    """A dense ViT of this package, the yardstick; `projection` as of a `ElasticBackbone`."""
 
     kind = "dense"
 
@@ -327,6 +371,8 @@ def as_backbone(
     network: Veca | DenseVit | Teacher | Backbone,
     *,
     cores: int | None = None,
+    keep: float | str | None = None,
+    agreement: float | None = None,
     name: str | None = None,
     role: str | None = None,
 ) -> Backbone:
@@ -334,9 +380,18 @@ def as_backbone(
     if isinstance(network, Backbone):
         return network
     if isinstance(network, Veca):
-        return VecaBackbone(network, cores, name=name or "veca", role=role or STUDENT)
-    if cores is not None:
-        raise ProbeError(f"{type(network).__name__} has no cores; leave out the budget.")
+        return ElasticBackbone(
+            network,
+            cores,
+            keep=keep,
+            agreement=agreement,
+            name=name or "veca",
+            role=role or STUDENT,
+        )
+    if cores is not None or keep is not None:
+        raise ProbeError(
+            f"{type(network).__name__} has no cores and merges nothing; leave out cores and keep."
+        )
     if isinstance(network, DenseVit):
         return DenseBackbone(network, name=name or "dense", role=role or BASELINE)
     if isinstance(network, nn.Module) and hasattr(network, "grid_for"):
@@ -353,21 +408,40 @@ def own_grid(size: Grid, patch: int, cell: int) -> Grid:
     return tuple(max(1, (2 * x + side) // (2 * side)) for x in size)  # type: ignore[return-value]
 
 
-def guarded_features(backbone: Backbone, pixels: Tensor, grid: Grid) -> Features:
-    """`backbone.features`, with an error in plain words for the usual failures."""
+def guarded_features(
+    backbone: Backbone, pixels: Tensor, grid: Grid, *, cls_only: bool = False
+) -> Features:
+    """`backbone.features`, with an error in plain words for the usual failures.
+
+    With `cls_only` no patches are computed: there are 0 of them.
+    """
     number, _, height, width = pixels.shape
     with explained_out_of_memory(
         f"out of memory: {backbone.label} on {count(number, 'image')} of {height} x {width} "
         "pixels; use a smaller --batch-size or --size.",
         ProbeError,
     ):
-        out = backbone.features(pixels, grid)
+        if cls_only:
+            cls = backbone.cls(pixels, grid)
+            out = Features(cls, cls.new_empty(len(cls), 0, cls.shape[1]), grid)
+        else:
+            out = backbone.features(pixels, grid)
     if not (torch.isfinite(out.cls).all() and torch.isfinite(out.patches).all()):
         raise ProbeError(
             f"{backbone.label} gives NaN or infinite features; its weights or its dtype are not "
             "usable."
         )
     return out
+
+
+def label_of(
+    name: str, cores: int | None, keep: float | str | None, agreement: float | None = None
+) -> str:
+    """How a row is called: its name, and what of its dials says something."""
+    parts = [name] if cores is None else [name, f"C={cores}"]
+    if keep not in (None, 1):
+        parts.append(f"K={keep}" if agreement is None else f"K={keep} {agreement}")
+    return " ".join(parts)
 
 
 def _named_features(projection: bool) -> dict[str, str]:
@@ -396,3 +470,6 @@ def check_unique(backbones: Sequence[Backbone]) -> None:
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
         raise ProbeError(f"two backbones are called {twice[0]!r}; give each its own name.")
+
+
+__getattr__ = moved(__name__, {"VecaBackbone": "ElasticBackbone"})

@@ -38,9 +38,9 @@ from veca.probe.datasets import Dataset
 from veca.probe.protocol import Extract
 from veca.probe.views import Shown, Tile, View, to_unit
 
-GLOBAL, DENSE = "global", "dense"
-KINDS = (GLOBAL, DENSE)
-PART_SIZE = {GLOBAL: 256, DENSE: 32}
+CLS, GLOBAL, DENSE = "cls", "global", "dense"
+KINDS = (CLS, GLOBAL, DENSE)
+PART_SIZE = {CLS: 256, GLOBAL: 256, DENSE: 32}
 """Images in a file of the cache: what a stopped run loses, at most."""
 
 _HELD_BYTES = 512 * 2**20  # of features that a CPU trains on
@@ -57,7 +57,7 @@ class Want:
     backbone: Backbone
     view: View
     kind: str
-    """"global": the CLS and the mean of the patches; "dense": every patch."""
+    """"cls": the CLS alone; "global": that and the mean of the patches; "dense": every patch."""
 
 
 @dataclass
@@ -300,7 +300,9 @@ def _features(job: _Job, pixels: Tensor) -> list[Arrays]:
     """What is kept of each tile."""
     backbone = job.want.backbone
     grid = backbone.grid_for((pixels.shape[2], pixels.shape[3]), job.settings.cell)
-    out = guarded_features(backbone, pixels, grid)
+    out = guarded_features(backbone, pixels, grid, cls_only=job.want.kind == CLS)
+    if job.want.kind == CLS:
+        return [{"cls": cls} for cls in out.cls.cpu().numpy()]
     if job.want.kind == GLOBAL:
         cls, mean = out.cls.cpu().numpy(), out.patches.mean(dim=1).cpu().numpy()
         return [{"cls": cls[i], "mean": mean[i]} for i in range(len(pixels))]
@@ -318,8 +320,8 @@ def _features(job: _Job, pixels: Tensor) -> list[Arrays]:
 def _sample(kind: str, shown: Shown, tiles: Sequence[Arrays]) -> Arrays:
     """The arrays of one image, each with a leading axis to join along."""
     size = np.array([shown.size], dtype=np.int32)
-    if kind == GLOBAL:
-        return {"sizes": size, "cls": tiles[0]["cls"][None], "mean": tiles[0]["mean"][None]}
+    if kind != DENSE:
+        return {"sizes": size, **{name: array[None] for name, array in tiles[0].items()}}
     rows = [
         [tile.top, tile.left, tile.height, tile.width, tile.flipped, *arrays["grid"].tolist(), 0]
         for tile, arrays in zip(shown.tiles, tiles, strict=True)

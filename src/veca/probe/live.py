@@ -18,7 +18,7 @@ from torch import Tensor
 
 from veca.embed.pipeline import read_ahead
 from veca.probe.backbone import Features, guarded_features
-from veca.probe.extract import DenseSample, Want
+from veca.probe.extract import CLS, DenseSample, Want
 from veca.probe.schedule import batches, generator
 from veca.probe.views import Tile, to_unit
 
@@ -63,11 +63,11 @@ def draw(
 
 def batch_features(want: Want, pixels: Sequence[Tensor], cell: int, chunk: int) -> Features:
     """Features of a batch of views of one size, a chunk at a time."""
-    parts = []
+    parts, cls_only = [], want.kind == CLS
     for start in range(0, len(pixels), chunk):
         stacked = to_unit(torch.stack(list(pixels[start : start + chunk])), want.backbone.device)
         grid = want.backbone.grid_for((stacked.shape[2], stacked.shape[3]), cell)
-        parts.append(guarded_features(want.backbone, stacked, grid))
+        parts.append(guarded_features(want.backbone, stacked, grid, cls_only=cls_only))
     # Joining copies: tensors made in inference mode could not enter a head that learns.
     cls = torch.cat([part.cls for part in parts])
     return Features(cls, torch.cat([part.patches for part in parts]), parts[0].grid)
@@ -84,5 +84,5 @@ def dense_samples(features: Features, size: tuple[int, int]) -> list[DenseSample
 
 def global_features(features: Features, choice: str) -> Tensor:
     """[B, D]: "cls", "mean" or "cls+mean"."""
-    parts = {"cls": features.cls, "mean": features.patches.mean(dim=1)}
-    return torch.cat([parts[name] for name in choice.split("+")], dim=1)
+    parts = {"cls": lambda: features.cls, "mean": lambda: features.patches.mean(dim=1)}
+    return torch.cat([parts[name]() for name in choice.split("+")], dim=1)

@@ -8,14 +8,16 @@ from pathlib import Path
 import torch
 
 from veca._util.numbers import parse_numbers
+from veca.checks import check_agreement, check_keep, read_keep
+from veca.config import AUTO
 from veca.errors import InputError
 from veca.probe.backbone import (
     BASELINE,
     TEACHER,
     Backbone,
     DenseBackbone,
+    ElasticBackbone,
     TeacherBackbone,
-    VecaBackbone,
 )
 from veca.probe.blind import NAME as BLIND
 from veca.probe.blind import BlindBackbone
@@ -29,6 +31,8 @@ def load_backbones(
     teacher: str | None = None,
     baselines: Sequence[str] = (),
     budgets: Sequence[int] | None = None,
+    keep: Sequence[float | str] | None = None,
+    agreement: float | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     allow_remote_code: bool = False,
@@ -41,6 +45,8 @@ def load_backbones(
         teacher, baselines: names as `veca.teachers.load_teacher` takes them; a baseline may be
             "blind", which sees no image.
         budgets: of VECA weights; by default those of `probe_budgets`.
+        keep: shares of patch tokens that go on, for each of the budgets; by default all.
+        agreement: with "auto", the promised cosine with the full pass.
         allow_remote_code: for teachers that need it.
     """
     from veca.teachers import load_teacher, read_dense_vit
@@ -50,6 +56,10 @@ def load_backbones(
         raise InputError("nothing to probe; give --weights, --teacher or --baseline.")
     if budgets and not weights:
         raise InputError("--cores are budgets of VECA weights; give --weights.")
+    if (keep or agreement) and not weights:
+        raise InputError("--keep and --agreement are of VECA weights; give --weights.")
+    shares: list[float | str] = [check_keep(share) for share in keep or [1.0]]
+    check_agreement(agreement, None, next((s for s in shares if s == AUTO), None))
     found: list[Backbone] = []
     for spec, role in [(teacher, TEACHER), *((one, BASELINE) for one in baselines)]:
         if spec == BLIND and role == BASELINE:
@@ -66,7 +76,8 @@ def load_backbones(
             found.append(DenseBackbone(control.to(device, dtype), name=name))
             continue
         model = load(path, device=device, dtype=dtype)
-        found += VecaBackbone(model, name=name).at(budgets or probe_budgets(model.config.num_cores))
+        at = budgets or probe_budgets(model.config.num_cores)
+        found += ElasticBackbone(model, name=name).at(at, shares, agreement)
     return found
 
 
@@ -97,3 +108,9 @@ def parse_budgets(text: str) -> list[int]:
     if step < 1 or (last - numbers[at - 1]) % step:
         raise InputError(f"--cores {text!r}: {last} is not reached in equal steps.")
     return [*numbers[: at - 1], *range(numbers[at - 1], last + 1, step)]
+
+
+def parse_keeps(text: str) -> list[float | str]:
+    """'0.35,0.5,1' -> [0.35, 0.5, 1.0]; one of them may be 'auto'."""
+    parts = [part for part in text.split(",") if part.strip()]
+    return list(dict.fromkeys(read_keep(part) for part in parts or [text]))

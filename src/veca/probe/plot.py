@@ -1,5 +1,5 @@
 """Accuracy against compute, with 95 % intervals: the score at every budget, over interactions and
-over measured time, and what each budget keeps of the full one.
+over measured time, and each budget's retention of the full one's.
 
 The axes do not make noise look like a difference: see `limits`.
 """
@@ -33,7 +33,7 @@ errors. More where noise is not known."""
 
 BARS = "Bands and bars: 95 % intervals of the test images."
 PAIRED = (
-    "What is kept of the full budget has narrower intervals: the same draws count for both, and "
+    "Retention of the full budget has narrower intervals: the same draws count for both, and "
     "chance that moves both alike drops out."
 )
 SOME_WITHOUT = "Some rows come from records without intervals."
@@ -175,7 +175,7 @@ def _charts(runs: Sequence[Run]) -> list[_Chart]:
                 lambda r: r.cores,
                 "cores",
                 lambda r: None if r not in kept else 100.0 * (r.retention_full or 0.0),
-                "kept of the full budget, %",
+                "retention of the full budget, %",
                 lambda r: _scaled(r.interval_full, 100.0),
                 shown,
                 budgets=True,

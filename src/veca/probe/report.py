@@ -103,8 +103,8 @@ def write_report(
     )
     page.heading("Summary")
     page.table(
-        ["task", "dataset", "protocol", "score", "teacher", "best student", "kept",
-         "with fewest cores", "kept"],
+        ["task", "dataset", "protocol", "score", "teacher", "best student", "retention",
+         "with fewest cores", "retention"],
         _all(groups),
     )  # fmt: skip
     missing = ""
@@ -141,7 +141,7 @@ def _add_group(page: Page, group: Group, missing: str) -> str:
 
 
 def _all(groups: Sequence[Group]) -> list[list[str]]:
-    """One line a group: the teacher, the best student with how much it keeps, and the same network
+    """One line a group: the teacher, the best student with its retention, and the same network
     at its smallest budget."""
     lines = []
     for group in groups:
@@ -168,9 +168,9 @@ def _all(groups: Sequence[Group]) -> list[list[str]]:
                 metric_title(run.metric),
                 _named(run, teachers[:1]),
                 _named(run, students[:1]),
-                _kept(students[:1]),
+                _retention(students[:1]),
                 _named(run, fewest[:1]),
-                _kept(fewest[:1]),
+                _retention(fewest[:1]),
             ]
         )
     return lines
@@ -180,6 +180,6 @@ def _named(run: Run, rows: Sequence[Row]) -> str:
     return ", ".join(f"{show_metric(run.metric, run.score(r))} ({r.label})" for r in rows)
 
 
-def _kept(rows: Sequence[Row]) -> str:
+def _retention(rows: Sequence[Row]) -> str:
     shares: list[Any] = [row.retention_teacher for row in rows if row.retention_teacher is not None]
     return f"{100 * shares[0]:.1f} %" if shares else ""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -21,7 +20,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from veca._util.extras import find_origin, require
+from veca._util.broken_torchvision import hide_broken_torchvision
+from veca._util.extras import find_installation, require
 from veca.errors import check_choice
 from veca.images import IMAGENET_MEAN, IMAGENET_STD
 from veca.teachers.base import UNKNOWN_LICENCE, Teacher, TeacherError, weight_and_bias
@@ -497,34 +497,16 @@ def find_class(architecture: str) -> Any:
     except (ImportError, AttributeError, RuntimeError) as error:
         raise TeacherError(
             f"this transformers ({transformers.__version__}) gives no {architecture} "
-            f"({_first(error)}); upgrade it with: {find_origin().installer} --upgrade transformers"
+            f"({_first(error)}); "
+            f"upgrade it with: {find_installation().installer} --upgrade transformers"
         ) from error
 
 
 def require_transformers() -> Any:
     """The package, or an error that names the extra."""
-    _hide_broken_torchvision()
-    return require("transformers", "this teacher")
-
-
-def _hide_broken_torchvision() -> None:
-    """Keep a torchvision that cannot be imported from breaking `transformers`.
-
-    It only looks whether the package is there, and then imports it; nothing used here needs it.
-    """
-    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-        return
-    except Exception:
-        sys.modules["torchvision"] = cast(Any, None)  # import and find_spec now say "not there"
-    # `transformers` remembers what it found; make it look again if it has looked already.
-    known = sys.modules.get("transformers.utils.import_utils")
-    for name in ("_is_package_available", "is_torchvision_available"):
-        clear = getattr(getattr(known, name, None), "cache_clear", None)
-        if clear is not None:
-            clear()
+    library = require("transformers", "this teacher")
+    hide_broken_torchvision()
+    return library
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@
 >>> model(pixel_values, cores=32).pooler_output
 """
 
+from veca._util.broken_torchvision import hide_broken_torchvision
 from veca.integrations.transformers.availability import (
-    hide_broken_torchvision,
     require_image_processors,
     require_transformers,
 )

@@ -66,8 +66,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
                 f"{FORMAT_VERSION}; {upgrade_advice()}."
             )
         architecture = Architecture.from_dict(given)
-        for name, value in architecture.to_dict().items():
-            setattr(self, name, value)
+        fields = architecture.to_dict()
+        for name in _FIELDS:  # None stands for what was left out
+            setattr(self, name, fields.get(name))
         check_budget(cores, architecture.num_cores)
         self.cores = cores
         self.apply_layernorm = apply_layernorm
@@ -116,7 +117,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
 
         `veca.load` ignores what transformers adds; the less of it, the easier to read.
         """
-        fields = {**fields, **self.to_veca().to_dict(), "format_version": FORMAT_VERSION}
+        own = self.to_veca().to_dict()
+        fields = {name: fields[name] for name in fields if name in own or name not in _FIELDS}
+        fields = {**fields, **own, "format_version": FORMAT_VERSION}
         fields.pop("stage_names", None)
         if fields.get("out_indices") == [self.depth]:
             fields.pop("out_features", None)

@@ -41,7 +41,7 @@ class KnnTask:
         if len(self.ks) < len(settings.k):
             left_out = ", ".join(str(k) for k in settings.k if k not in self.ks)
             setup.note(f"k = {left_out} left out: only {images} training images")
-        wants = square_wants(setup, settings.view)
+        wants = square_wants(setup, settings.view, settings.features)
         self.requests = [setup.of_training(wants), setup.of_test(wants)]
 
     def outcomes(self, features: Sequence[Sequence[Stored]]) -> list[Outcome]:

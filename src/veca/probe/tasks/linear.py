@@ -41,7 +41,7 @@ class LinearTask:
         data = setup.data
         self.labels, self.right = train_labels(data), test_labels(data)
         self.held = hold_out(data, self.labels, settings.validation, setup.seed)
-        self.wants = square_wants(setup, settings.view)
+        self.wants = square_wants(setup, settings.view, settings.features)
         self.requests = [setup.of_test(self.wants)]
         if not settings.augment.enabled:
             self.requests.insert(0, setup.of_training(self.wants))

@@ -36,7 +36,7 @@ class LogregTask:
         self.setup, self.settings = setup, settings
         self.labels, self.right = train_labels(setup.data), test_labels(setup.data)
         self.held = hold_out(setup.data, self.labels, settings.validation, setup.seed)
-        wants = square_wants(setup, settings.view)
+        wants = square_wants(setup, settings.view, settings.features)
         self.requests = [setup.of_training(wants), setup.of_test(wants)]
 
     def outcomes(self, features: Sequence[Sequence[Stored]]) -> list[Outcome]:

@@ -27,7 +27,7 @@ from veca.probe.backbone import Backbone, Features
 from veca.probe.cache import MemoryCache
 from veca.probe.data import ProbeData, labels_of
 from veca.probe.datasets import Dataset
-from veca.probe.extract import GLOBAL, DenseSample, Stored, Want
+from veca.probe.extract import CLS, GLOBAL, DenseSample, Stored, Want
 from veca.probe.intervals import Sums, mean_sums
 from veca.probe.metrics import accuracy, hits
 from veca.probe.resize import bilinear
@@ -202,12 +202,13 @@ def require_sklearn() -> Any:
 # Classification: knn, linear and logreg.
 
 
-def square_wants(setup: ProbeSetup, view: protocols.CropView) -> list[Want]:
-    """The global features of every row."""
+def square_wants(setup: ProbeSetup, view: protocols.CropView, features: str) -> list[Want]:
+    """The global features of every row; `features` says which of them ("cls", "cls+mean", ...)."""
+    kind = CLS if features == "cls" else GLOBAL
     views = {
         size: SquareView(dataclasses.replace(view, size=size), setup.cell) for size in setup.sizes
     }
-    return [Want(backbone, views[size], GLOBAL) for backbone, size in setup.rows]
+    return [Want(backbone, views[size], kind) for backbone, size in setup.rows]
 
 
 def classified(

@@ -17,7 +17,7 @@ _HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[^\s:/@\\?#\[\]]+)(:(?P<port>[0-9]
 _DEFAULT_PORTS = (":80", ":443")
 
 
-class Names:
+class AllowedHosts:
     """Which Host a request may have, of a page that listens on `host` and `port`.
 
     On this machine alone: localhost, 127.0.0.1 and [::1], with the port. On all addresses

@@ -1,0 +1,526 @@
+"""Which rule merges best? Where, in how many steps, by which windows, criterion and return?
+
+    python -m research.elastic photos --voc VOC2012 --davis DAVIS/JPEGImages/480p --out PHOTOS
+    python -m research.elastic rules --photos PHOTOS/choose --large CROPS/choose
+    python -m research.elastic calibration --photos PHOTOS/choose PHOTOS/more --out FOLDER
+
+`photos` cuts the largest square out of VOC photos that are no part of the segmentation's validation
+split, and of DAVIS frames, and divides them into those that choose ("choose"), those on which
+nothing is chosen ("benchmark") and the rest ("more"). With `--pictures` it cuts pictures of many
+megapixels into squares of 1024 pixels instead.
+
+`rules` writes research/results/elastic_rules.csv: mean cosines with the full pass and the share of
+its work, for each rule, share kept, size and weights. `calibration` writes them photo by photo, for
+the rule of the weights, over sizes, shares and budgets, as calibration.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+import veca
+from benchmarks.common import print_table, write_csv
+from benchmarks.rows import write_rows
+from research import RESULTS
+from veca import rope
+from veca.attention import core_attention
+from veca.config import VecaConfig
+from veca.model import Veca
+
+KEEPS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
+WORKS = (0.8, 0.7, 0.6, 0.55)
+"""Shares of the full pass's work at which rules are compared."""
+SIZES = (224, 256, 384, 512, 768, 1024)
+CALIBRATED = {
+    "keep": tuple(k / 20 for k in range(4, 20)),
+    "cores": (8, 12, 16, 20, 24, 32, 40, 48, 56),
+}
+CALIBRATION = 0.6
+"""Share of the photos that calibrate; the others check."""
+
+
+class Rule(NamedTuple):
+    """How patches merge. The default is that of the package when this was asked."""
+
+    steps: tuple[int, ...] = (3, 6, 9)
+    """The blocks before which windows merge; a block may be named twice."""
+    fall: str | float = "geometric"
+    """How the share falls: keep ** (step / steps), to this power; "linear" in equal parts."""
+    windows: tuple[tuple[int, int], ...] = ()
+    """(down, across) at each step; () are 2 x 2, and 4 x 4 where the share is below a quarter."""
+    criterion: str = "cos x length"
+    returned: float = 0.0
+    """What a patch takes of its own difference from its window's mean, back at the end."""
+    counted: bool = True
+    """Cores see a token as often as it has patches."""
+    alone: int = 0
+    """The block before which patches stand alone again; 0 is none."""
+    length: bool = False
+    """A window's token is as long as its patches on average, instead of their mean."""
+
+    def shares(self, keep: float) -> list[float]:
+        parts = [step / len(self.steps) for step in range(1, len(self.steps) + 1)]
+        if self.fall == "linear":
+            return [1 - (1 - keep) * part for part in parts]
+        power = 1.0 if self.fall == "geometric" else float(self.fall)
+        return [keep ** (part**power) for part in parts]
+
+
+TWO, FOUR, PAIR = (2, 2), (4, 4), (1, 2)
+RULES: dict[str, Rule] = {
+    "3-6-9": Rule(),
+    **{
+        "-".join(map(str, steps)): Rule(steps)
+        for steps in [
+            *[(4,), (5,), (6,), (3, 7), (4, 7), (4, 8), (5, 8)],
+            *[(2, 5, 8), (4, 7, 10), (3, 5, 7), (4, 6, 8), (5, 7, 9), (4, 5, 6)],
+            *[(2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10)],
+            tuple(range(4, 12)),
+        ]
+    },
+    "3-6-9, linear": Rule(fall="linear"),
+    "3-6-9, early": Rule(fall=0.6),
+    "3-6-9, late": Rule(fall=1.5),
+    "4-6-8, early": Rule((4, 6, 8), fall=0.6),
+    "4-6-8, late": Rule((4, 6, 8), fall=1.5),
+    "3-5-7, late": Rule((3, 5, 7), fall=1.5),
+    "3-6-9, 4 x 4 last": Rule(windows=(TWO, TWO, FOUR)),
+    "3-6-9, 2 x 2 and 4 x 4 last": Rule((3, 6, 9, 9), windows=(TWO, TWO, TWO, FOUR)),
+    "4-6-8, 4 x 4 last": Rule((4, 6, 8), windows=(TWO, TWO, FOUR)),
+    "3-6-9, pairs first": Rule(windows=(PAIR, TWO, TWO)),
+    "3-6-9, pairs": Rule(windows=(PAIR, PAIR, PAIR)),
+    "3-6-9, pairs, pairs, squares": Rule(windows=(PAIR, PAIR, TWO)),
+    **{
+        f"3-6-9, {name}": Rule(criterion=name)
+        for name in ("cos", "worst cos", "squares", "normed squares", "cos x root", "random")
+    },
+    "3-6-9, half returned": Rule(returned=0.5),
+    "3-6-9, own returned": Rule(returned=1.0),
+    "3-6-9, twice returned": Rule(returned=2.0),
+    "3-6-9, as long": Rule(length=True),
+    "3-6-9, not counted": Rule(counted=False),
+    "3-6-9, alone from 12": Rule(returned=1.0, alone=12),
+    "3-6-9, alone from 11": Rule(returned=1.0, alone=11),
+    "5, own returned": Rule((5,), returned=1.0),
+}
+LARGE = tuple(RULES)
+"""Asked at 1024 pixels, too."""
+RULES |= {
+    f"{'-'.join(map(str, steps))}, {fall}, {criterion}": Rule(steps, fall, criterion=criterion)
+    for steps in (
+        *[(2, 5, 8), (3, 6, 9), (4, 6, 8), (4, 7, 10)],
+        *[(2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10), (2, 4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10)],
+    )
+    for fall, criterion in [
+        *[("geometric", "normed squares"), ("linear", "normed squares")],
+        *[("1.5", "normed squares"), ("linear", "cos x root"), ("1.5", "cos x root")],
+    ]
+}
+RULES |= {
+    "2-4-6-8, pairs first": Rule((2, 4, 6, 8), windows=(PAIR, TWO, TWO, TWO)),
+    "2-4-6-8, linear, pairs first": Rule((2, 4, 6, 8), "linear", (PAIR, TWO, TWO, TWO)),
+    "3-5-7-9, linear, pairs first": Rule((3, 5, 7, 9), "linear", (PAIR, TWO, TWO, TWO)),
+    "2-3-6-9, pairs and squares": Rule((2, 3, 6, 9), "linear", (PAIR, TWO, TWO, TWO)),
+    "3-3-6-6-9-9, pairs and squares": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, TWO) * 3),
+    "3-3-6-6-9-9, both pairs": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, (2, 1)) * 3),
+    "4-6-8, as long": Rule((4, 6, 8), length=True),
+    "4-6-8, own returned": Rule((4, 6, 8), returned=1.0),
+    "4-6-8, not counted": Rule((4, 6, 8), counted=False),
+    "3-5-7-9, not counted": Rule((3, 5, 7, 9), counted=False),
+}
+
+
+def own_rule(config: VecaConfig) -> Rule:
+    """What the package does with `keep`."""
+    return Rule(config.merge_blocks)
+
+
+class Merged(NamedTuple):
+    """Patches in their places, some of which stand for others."""
+
+    x: Tensor
+    """[B, N, D]; only the rows of tokens mean something."""
+    xy: Tensor
+    """[B, N, 2]"""
+    count: Tensor
+    """[B, N] patches of a token, 0 in places that have none any more."""
+    owner: Tensor
+    """[B, N] the place of each patch's token."""
+    own: Tensor
+    """[B, N, D] each patch less its token."""
+
+    def spread(self, returned: float) -> Tensor:
+        return _rows(self.x, self.owner) + returned * self.own
+
+
+def _rows(x: Tensor, index: Tensor) -> Tensor:
+    shape = (*index.shape, x.shape[-1])
+    return x.gather(1, index.flatten(1).unsqueeze(-1).expand(-1, -1, x.shape[-1])).view(shape)
+
+
+def _merge(
+    m: Merged,
+    grid: tuple[int, int],
+    window: tuple[int, int],
+    target: int,
+    rule: Rule,
+    normed: Callable[[Tensor], Tensor],
+) -> Merged:
+    (h, w), (a, b) = grid, window
+    places = torch.arange(h * w, device=m.x.device).view(h, w)[: h // a * a, : w // b * b]
+    members = places.view(h // a, a, w // b, b).transpose(1, 2).reshape(-1, a * b)  # [W, S]
+    owners = m.owner[:, members]  # [B, W, S]
+    inside = _rows(m.x, owners)
+    mean = inside.mean(dim=2)
+    score = _score(inside, mean, rule.criterion, normed)
+    saved = (1 / m.count).gather(1, owners.flatten(1)).view_as(owners).sum(2).round() - 1
+    score = score.masked_fill(saved < 1, torch.inf)
+    order = score.argsort(dim=1, stable=True)
+    saved = saved.gather(1, order)
+    need = (m.count > 0).sum(1, keepdim=True) - target
+    first = (saved.cumsum(1) - saved < need) & score.gather(1, order).isfinite()
+    chosen = torch.zeros_like(first).scatter(1, order, first)  # [B, W]
+
+    patches = members.flatten()
+    goes = torch.zeros_like(m.owner, dtype=torch.bool)
+    goes[:, patches] = chosen.repeat_interleave(a * b, dim=1)
+    head = torch.arange(h * w, device=m.x.device)
+    head[patches] = members[:, :1].expand_as(members).flatten()
+    token = mean
+    if rule.length:
+        token = F.normalize(mean, dim=-1) * inside.norm(dim=-1).mean(2, keepdim=True)
+    before = m.spread(1.0)
+    first_of = members[:, 0]
+    at = chosen.unsqueeze(-1)
+    x, xy = m.x.clone(), m.xy.clone()
+    x[:, first_of] = torch.where(at, token, x[:, first_of])
+    xy[:, first_of] = torch.where(at, _rows(m.xy, owners).mean(2), xy[:, first_of])
+    leads = goes & (head == torch.arange(h * w, device=head.device))
+    count = torch.where(goes, leads * float(a * b), m.count)
+    owner = torch.where(goes, head.expand_as(m.owner), m.owner)
+    return Merged(x, xy, count, owner, before - _rows(x, owner))
+
+
+def _score(
+    inside: Tensor, mean: Tensor, criterion: str, normed: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """How much a window [B, W, S, D] differs from its mean: [B, W]."""
+    if criterion == "random":
+        draws = np.random.default_rng(0).random(mean.shape[1], dtype=np.float32)
+        return torch.from_numpy(draws).to(mean.device).expand(mean.shape[0], -1)
+    if criterion == "squares":
+        return (inside - mean.unsqueeze(2)).square().sum(dim=(2, 3))
+    if criterion == "normed squares":
+        inside = normed(inside)
+        return (inside - inside.mean(2, keepdim=True)).square().sum(dim=(2, 3))
+    angles = 1 - F.cosine_similarity(inside, mean.unsqueeze(2), dim=-1)
+    if criterion == "worst cos":
+        return angles.amax(dim=2)
+    power = {"cos": 0.0, "cos x root": 0.5, "cos x length": 1.0}[criterion]
+    return angles.sum(dim=2) * mean.norm(dim=-1) ** power
+
+
+@torch.inference_mode()
+def run(model: Veca, images: Tensor, rule: Rule, keep: float) -> tuple[Tensor, Tensor, list[float]]:
+    """CLS and patches by a rule, and the tokens that were left in each block.
+
+    Merged patches keep their places, with count 0, so that nothing is saved: it asks what merging
+    does to the features, and what a rule would save is counted.
+    """
+    c = model.config
+    patches = model.patch_embed(images)
+    grid = (patches.shape[-2], patches.shape[-1])
+    patches = patches.flatten(2).transpose(1, 2)
+    batch, count, _ = patches.shape
+    tokens, raw = model.bank.prefix(c.num_cores)
+    cores, raw = tokens.expand(batch, -1, -1), raw.unsqueeze(0)
+    periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, images.device)
+    xy = rope.grid_coordinates(*grid, images.device).expand(batch, -1, -1)
+    places = torch.arange(count, device=images.device).expand(batch, -1)
+    ones = torch.ones(batch, count, device=images.device)
+    m = single = Merged(patches, xy, ones, places, torch.zeros_like(patches))
+    steps = list(zip(rule.steps, rule.shares(keep), strict=True)) if keep < 1 else []
+    left = []
+    for number, block in enumerate(model.blocks, start=1):
+        for step, (at, share) in enumerate(steps):
+            if at == number:
+                window = rule.windows[step] if rule.windows else TWO if share >= 0.25 else FOUR
+                m = _merge(m, grid, window, round(count * share), rule, block.norm_attn)
+        if number == rule.alone and keep < 1:
+            m = single._replace(x=m.spread(rule.returned))
+        if number > 1:
+            raw = model.moves[number - 2](raw, cores)
+        rotations = [rope.rotation(places, periods) for places in (raw.tanh(), m.xy)]
+        seen = m.count if rule.counted else (m.count > 0).float()
+        x = torch.cat([cores, m.x], dim=1)
+        a = block.attn
+        q, k, v = (a.split_heads(f(block.norm_attn(x))) for f in (a.q, a.k, a.v))
+        mixed = core_attention(
+            q,
+            k,
+            v,
+            c.num_cores,
+            core_rotation=rotations[0],
+            patch_rotation=rotations[1],
+            multiplicity=seen if keep < 1 else None,
+            backend="sdpa",
+        )
+        x = x + a.out(mixed.transpose(1, 2).flatten(2))
+        x = x + block.ffn(block.norm_ffn(x))
+        cores, m = x[:, : c.num_cores], m._replace(x=x[:, c.num_cores :])
+        left.append((m.count > 0).sum(1).float().mean().item())
+    ends = [model.project(model.norm(part)) for part in (cores[:, 0], m.spread(rule.returned))]
+    return ends[0], ends[1], left
+
+
+def work(config: VecaConfig, left: Sequence[float], patches: int, whole_end: bool) -> float:
+    """Multiplications of a pass with these tokens left in each block, over those of the full."""
+    c, width, cores = config, config.width, config.num_cores
+
+    def of(left: Sequence[float], end: float) -> float:
+        block = 4 * width**2 + 3 * width * c.hidden_width + 4 * cores * width
+        blocks = sum(tokens + cores for tokens in left) * block
+        embed = patches * c.patch_size**2 * c.in_channels * width
+        return blocks + embed + (cores + end) * width * c.feature_width
+
+    return of(left, patches if whole_end else left[-1]) / of([patches] * c.depth, patches)
+
+
+def agreement(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """CLS and patches of each photo: [B, 2]."""
+    pairs = zip(a, b, strict=True)
+    cls, patches = (F.cosine_similarity(x.float(), y.float(), dim=-1) for x, y in pairs)
+    return torch.stack([cls, patches.mean(dim=1)], dim=1)
+
+
+def load(files: Sequence[Path], size: int, device: torch.device) -> Tensor:
+    """[P, 3, size, size] normalised; photos are squares already."""
+
+    def one(file: Path) -> Tensor:
+        return veca.preprocess(file, (size, size)).pixels
+
+    with ThreadPoolExecutor() as pool:
+        return torch.cat(list(pool.map(one, files))).to(device)
+
+
+def in_folder(folders: Sequence[Path], limit: int | None = None) -> list[Path]:
+    files = sorted((f for folder in folders for f in folder.iterdir()), key=_rank)
+    if not files:
+        raise SystemExit(f"no photos in {', '.join(map(str, folders))}.")
+    return files[:limit]
+
+
+def _rank(file: Path) -> str:
+    """An order that says nothing about a photo but its name."""
+    return hashlib.sha256(file.stem.encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------- the questions
+
+
+def rules(options: argparse.Namespace) -> None:
+    device = torch.device(options.device)
+    chosen = {n: r for n, r in RULES.items() if not options.rules or n in options.rules}
+    sets = [(options.size, options.photos), (1024, options.large or [])]
+    rows: list[dict[str, object]] = []
+    each: dict[str, np.ndarray] = {}
+    for (size, folders), name in itertools.product(sets, options.weights):
+        if not folders:
+            continue
+        model = veca.load(name).eval().to(device)
+        files = in_folder(folders, options.limit)
+        images = load(files, size, device)
+        each[f"{size} photos"] = np.array([f.stem for f in files])
+        parts = images.split(max(1, options.batch * 512**2 // size**2))
+        full = [run(model, part, Rule(), 1)[:2] for part in parts]
+        for rule_name, rule in chosen.items():
+            if size == 1024 and rule_name not in LARGE:
+                continue
+            for keep in options.keeps:
+                found, tokens = [], []
+                for part, whole in zip(parts, full, strict=True):
+                    cls, patches, left = run(model, part, rule, keep)
+                    found.append(agreement((cls, patches), whole))
+                    tokens.append((len(part), left))
+                agreed = torch.cat(found).cpu().numpy()
+                left = np.average([t for _, t in tokens], 0, [n for n, _ in tokens]).tolist()
+                share = work(model.config, left, (size // 16) ** 2, rule.returned > 0)
+                each[f"{name} {size} {rule_name} {keep}"] = agreed.astype(np.float32)
+                rows.append(
+                    {
+                        "weights": name,
+                        "size": size,
+                        "photos": len(files),
+                        "rule": rule_name,
+                        "keep": keep,
+                        "work": share,
+                        "cls": float(agreed[:, 0].mean()),
+                        "patches": float(agreed[:, 1].mean()),
+                    }
+                )
+        write_csv("elastic_rules", rows, options.out, device=options.device)
+        np.savez_compressed(options.each or options.out / "elastic_rules.npz", **each)  # type: ignore[arg-type]
+    print_table(compared(rows))
+
+
+def compared(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+    """Each rule's 1 - cosine, in thousandths, at the same shares of work."""
+    out = []
+    keys = dict.fromkeys((r["weights"], r["size"], r["rule"]) for r in rows)
+    for key in keys:
+        points = [r for r in rows if (r["weights"], r["size"], r["rule"]) == key]
+        points.sort(key=lambda r: float(str(r["work"])))
+        xs = [float(str(r["work"])) for r in points]
+        row: dict[str, object] = dict(zip(("weights", "size", "rule"), key, strict=True))
+        for at in WORKS:
+            for part in ("cls", "patches"):
+                ys = [1000 * (1 - float(str(r[part]))) for r in points]
+                inside = xs[0] <= at <= xs[-1]
+                row[f"{part} {at}"] = float(np.interp(at, xs, ys)) if inside else ""
+        out.append(row)
+    return out
+
+
+def calibration(options: argparse.Namespace) -> None:
+    device = torch.device(options.device)
+    files = in_folder(options.photos, options.limit)
+    rows: list[dict[str, object]] = []
+    for size, name in itertools.product(options.sizes, options.weights):
+        model = veca.load(name, backend="sdpa").eval().to(device)
+        parts = load(files, size, device).split(max(1, options.batch * 512**2 // size**2))
+        with torch.inference_mode():
+            full = [model(part) for part in parts]
+            for dial, values in CALIBRATED.items():
+                for value in values:
+                    found = []
+                    for part, whole in zip(parts, full, strict=True):
+                        out = model(part, **{dial: value})
+                        found.append(agreement((out.cls, out.patches), (whole.cls, whole.patches)))
+                    for file, (cls, patches) in zip(files, torch.cat(found).tolist(), strict=True):
+                        rows.append(
+                            {
+                                "weights": name,
+                                "size": size,
+                                "photo": file.stem,
+                                "split": split_of(file),
+                                "dial": dial,
+                                "value": value,
+                                "cls": f"{cls:.6f}",
+                                "patches": f"{patches:.6f}",
+                            }
+                        )
+        write_rows(options.out / "calibration.csv", rows)
+
+
+def split_of(file: Path) -> str:
+    return "calibration" if int(_rank(file)[:8], 16) / 2**32 < CALIBRATION else "check"
+
+
+def photos(options: argparse.Namespace) -> None:
+    """Squares of full detail, by lot."""
+    if options.pictures:
+        crops(options)
+        return
+    val = set((options.voc / "ImageSets/Segmentation/val.txt").read_text().split())
+    voc = [f for f in (options.voc / "JPEGImages").iterdir() if f.stem not in val]
+    sharp: list[tuple[str, Path]] = []
+    rest: list[tuple[str, Path]] = []
+    for file in sorted(voc, key=_rank):
+        with Image.open(file) as image:
+            side = min(image.size)
+        if side >= options.least:
+            sharp.append(("voc", file))
+        elif side >= 375 and len(rest) < options.more:
+            rest.append(("voc", file))
+    films = sorted((f for f in options.davis.iterdir()), key=_rank)
+    frames = [[("davis", f) for f in sorted(film.iterdir())[5::30][:2]] for film in films]
+    half = [list(itertools.chain(*frames[i::2])) for i in (0, 1)]
+    sets = {
+        "choose": sharp[:130] + half[0],
+        "benchmark": sharp[130:260] + half[1],
+        "more": sharp[260:] + rest,
+    }
+    for name, members in sets.items():
+        folder = options.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for source, file in members:
+            stem = file.stem if source == "voc" else f"{file.parent.name}-{file.stem}"
+            with Image.open(file) as image:
+                side, (w, h) = min(image.size), image.size
+                box = ((w - side) // 2, (h - side) // 2, (w + side) // 2, (h + side) // 2)
+                image.crop(box).save(folder / f"{source}-{stem}.webp", quality=options.quality)
+        print(name, len(members))
+
+
+def crops(options: argparse.Namespace) -> None:
+    """Squares of 1024 pixels that touch nowhere, less those with nearly nothing in them."""
+    Image.MAX_IMAGE_PIXELS = None
+    found = []
+    for file in options.pictures:
+        picture = Image.open(file).convert("RGB")
+        across, down = (n // 1024 for n in picture.size)
+        left, top = (n % 1024 // 2 for n in picture.size)
+        for j, i in itertools.product(range(down), range(across)):
+            x, y = left + 1024 * i, top + 1024 * j
+            crop = picture.crop((x, y, x + 1024, y + 1024))
+            grey = np.asarray(crop.convert("L"), dtype=float).reshape(64, 16, 64, 16)
+            if np.median(grey.std(axis=(1, 3))) >= 6:
+                found.append((Path(f"{file.stem}-{j:02d}-{i:02d}"), crop))
+    found.sort(key=lambda one: _rank(one[0]))
+    for name, members in (("choose", found[:40]), ("benchmark", found[40:])):
+        folder = options.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, crop in members:
+            crop.save(folder / f"{path}.webp", quality=options.quality)
+        print(name, len(members))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    for run_, doc in ((rules, "rules"), (calibration, "calibration"), (photos, "photos")):
+        command = commands.add_parser(doc)
+        command.set_defaults(run=run_)
+        command.add_argument("--out", type=Path, default=RESULTS)
+        if run_ is photos:
+            command.add_argument("--voc", type=Path)
+            command.add_argument("--davis", type=Path)
+            command.add_argument("--pictures", type=Path, nargs="+")
+            command.add_argument("--least", type=int, default=440, help="short side of VOC photos")
+            command.add_argument("--more", type=int, default=270, help="with a smaller one")
+            command.add_argument("--quality", type=int, default=88)
+            continue
+        command.add_argument("--photos", type=Path, nargs="+", required=True)
+        command.add_argument("--weights", nargs="+", default=["tiny", "small"])
+        command.add_argument("--limit", type=int, help="photos")
+        command.add_argument("--batch", type=int, default=50, help="photos of 512 pixels")
+        command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        if run_ is rules:
+            command.add_argument("--size", type=int, default=512, help="of the photos")
+            command.add_argument("--large", type=Path, nargs="+", help="of 1024 pixels")
+            command.add_argument("--rules", nargs="+", choices=RULES)
+            command.add_argument("--keeps", type=float, nargs="+", default=KEEPS)
+            command.add_argument("--each", type=Path, help="photo by photo, as .npz")
+        else:
+            command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    options = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
