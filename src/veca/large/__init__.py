@@ -3,6 +3,7 @@
 from veca.core_memory import CoreMemory
 from veca.large.picture import ArrayPicture, Picture
 from veca.large.plan import Estimate
+from veca.large.ranks import SplitVeca
 from veca.large.sweep import LargeOutput, Progress, estimate, features
 from veca.large.writers import ArrayWriter, NumpyWriter, TileWriter
 
@@ -15,6 +16,7 @@ __all__ = [
     "NumpyWriter",
     "Picture",
     "Progress",
+    "SplitVeca",
     "TileWriter",
     "estimate",
     "features",

@@ -10,31 +10,18 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor
 
 from veca._util import files, tensor_file
 from veca.attention import PartialAttention
 from veca.errors import LargeError, VecaError, shown
+from veca.large.layers import LayerStart
 
 MANIFEST, SUMS, STATES = "manifest.json", "sums.safetensors", "states.bin"
 _FORMAT = 1
-
-
-class LayerStart(NamedTuple):
-    """The cores as a layer finds them, and what they hold ready for the patches in it."""
-
-    tokens: Tensor
-    """[1, C, D] the residual stream before the layer."""
-    raw: Tensor
-    """[1, C, 2] their raw coordinates in the layer."""
-    keys: Tensor
-    """[1, H, C, d] turned."""
-    values: Tensor
-    """[1, H, C, d]"""
 
 
 class Journal:

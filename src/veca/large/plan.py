@@ -88,12 +88,14 @@ def plan(
     spill: str = "auto",
     has_disk: bool = False,
     side: int | None = None,
+    ranks: int = 1,
 ) -> Estimate:
     """The plan for a picture of `grid` patches.
 
     Args:
         has_disk: whether there is a folder for states, so that "auto" may use it.
         side: patches a side of a tile; None: what suits the device and the memory.
+        ranks: processes that share the work; memory and disk are those of one.
     """
     c = model.config
     check_choice("spill", spill, SPILLS)
@@ -101,7 +103,7 @@ def plan(
     budget = check_budget(cores, c.num_cores)
     patches = grid[0] * grid[1] if mask is None else int(mask.sum())
     number = torch.empty((), dtype=model.dtype).element_size()
-    state_bytes = patches * c.width * number
+    state_bytes = -(-patches // ranks) * c.width * number
     # The memory of the layers so far, which grows to the whole of it.
     kept = 2 * c.depth * budget * c.width * number
 
@@ -125,7 +127,7 @@ def plan(
     if spill == "auto":
         spill = "memory" if inside else "disk" if has_disk else "recompute"
     tiles = sum(1 for _ in cut(grid, wish, mask))
-    slots = (tiles + 1) * (wish * wish * c.width * number + SLOT_HEADER)
+    slots = (-(-tiles // ranks) + 1) * (wish * wish * c.width * number + SLOT_HEADER)
     return Estimate(
         grid=grid,
         patches=patches,

@@ -7,29 +7,33 @@ plain forward, up to rounding, in the memory of one tile.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from veca import rope
 from veca._util.numbers import gigabytes
-from veca.attention import PartialAttention, partial_attention, patch_rows
+from veca.attention import PartialAttention, partial_attention
 from veca.checks import check_budget, check_memorable, check_model
 from veca.core_memory import CoreMemory, weights_stamp
 from veca.errors import LargeError, OutputError
-from veca.large.journal import STATES, Journal, LayerStart
+from veca.large import layers
+from veca.large.journal import STATES, Journal
 from veca.large.picture import Picture, Pixels, as_picture, patch_grid, tile_pixels
 from veca.large.plan import Estimate, Mask, PatchTile, checked_mask, cut, plan
+from veca.large.ranks import Ranks
 from veca.large.states import DiskStates, MemoryStates, NoStates, States
 from veca.large.writers import ArrayWriter, NumpyWriter, TileWriter, as_writer
-from veca.model import Block, Veca
+from veca.model import Veca
 
 
 class Progress(Protocol):
@@ -92,6 +96,7 @@ def features(
     state: str | os.PathLike[str] | None = None,
     tile: int | None = None,
     progress: Progress | None = None,
+    group: ProcessGroup | None = None,
 ) -> LargeOutput:
     """Features of a picture of any size: those of the plain forward, up to rounding.
 
@@ -113,7 +118,11 @@ def features(
         state: a folder for states and for what a stopped pass needs to go on; it is removed at the
             end. By default beside `out`, where that is a path.
         tile: patches a side of a tile, by default what suits the device and the memory.
-        progress: called with (done, total) tiles of layers.
+        progress: called with (done, total) tiles of layers, of this process.
+        group: processes of torch.distributed that share the work: each takes some of the tiles and
+            writes them, and all call this with the same arguments. `out` and `state` are places
+            that all of them see; features that stay in memory are, on each, those of its own
+            tiles, and 0 elsewhere.
     """
     check_model(model, "veca.large.features")
     check_memorable(model.training, None)
@@ -126,7 +135,10 @@ def features(
     writer = as_writer(out)
     if state is None and isinstance(writer, NumpyWriter):
         state = writer.path.with_name(f".{writer.path.name}.state")
+    ranks = Ranks(group)
     folder = None if state is None else Path(state).expanduser()
+    if folder is not None and ranks.size > 1:
+        folder = folder / f"{ranks.rank}-of-{ranks.size}"
     estimated = plan(
         model,
         grid,
@@ -136,8 +148,9 @@ def features(
         spill=spill,
         has_disk=folder is not None,
         side=tile,
+        ranks=ranks.size,
     )
-    tiles = list(cut(grid, estimated.side, there))
+    tiles = list(cut(grid, estimated.side, there))[ranks.rank :: ranks.size]
     settings = {
         "weights": weights_stamp(model),
         "picture": source.identity() if folder is not None else "",
@@ -146,18 +159,22 @@ def features(
         "mask": None if there is None else _digest(there),
         "tile": estimated.side,
     }
-    with Journal(folder).opened(settings, model.device) as journal:
-        states: States = NoStates()
-        try:
+    journal = Journal(folder)
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.close)
+        with ranks.together(model.device):
+            stack.enter_context(journal.opened(settings, model.device))
             states = _states(estimated, tiles, model, folder)
-            resumed = writer.begin(grid, model.config.feature_width, journal.resumed)
-            work = _Pass(model, source, grid, tiles, budget, states, journal, writer, progress)
-            found = work.run(writer_resumed=resumed)
+            stack.callback(states.close)
+        work = _Pass(model, source, grid, tiles, budget, states, journal, writer, progress, ranks)
+        found = work.run(work.begin_writer())
+        ranks.wait(model.device)  # all tiles are there
+        if ranks.rank == 0:
             writer.finish()
-        finally:
-            states.close()
-            writer.close()
         journal.remove()
+    if folder is not None and ranks.size > 1:
+        with contextlib.suppress(OSError):  # the last of the ranks
+            folder.parent.rmdir()
     return LargeOutput(found, grid, writer.array if isinstance(writer, ArrayWriter) else None)
 
 
@@ -175,23 +192,55 @@ class _Pass:
         journal: Journal,
         writer: TileWriter,
         progress: Progress | None,
+        ranks: Ranks,
     ) -> None:
         self.model, self.picture, self.grid, self.tiles = model, picture, grid, tiles
         self.budget, self.states, self.journal, self.writer = budget, states, journal, writer
-        self.progress = progress
-        c = model.config
-        self.periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, model.device)
+        self.progress, self.ranks = progress, ranks
+        self.periods = layers.periods_of(model)
         # The sums of many tiles: in float64, which is nothing beside the tiles' own work.
         self.wide = torch.float32 if model.device.type == "mps" else torch.float64
 
+    def begin_writer(self) -> bool:
+        """Whether tiles that were written before are still there."""
+        ranks, width, device = self.ranks, self.model.config.feature_width, self.model.device
+        there = False
+        with ranks.together(device):
+            if ranks.rank == 0:
+                there = self.writer.begin(self.grid, width, self.journal.resumed)
+        with ranks.together(device):  # the others find what the first has made
+            if ranks.rank:
+                self.writer.begin(self.grid, width, True)
+        found = ranks.from_rank(0, torch.tensor(int(there), device=device))
+        # In memory each rank has its own.
+        return bool(found) and not isinstance(self.writer, ArrayWriter)
+
+    def _catch_up(self) -> None:
+        """A stopped rank may be a layer behind the others, which tell it how the layer began."""
+        ranks, journal, device = self.ranks, self.journal, self.model.device
+        known = len(journal.layers)
+        for number in range(1, ranks.most(known, device) + 1):
+            teller = ranks.most(ranks.rank if known >= number else -1, device)
+            start = journal.layers[number - 1] if known >= number else self._blank_start()
+            start = layers.LayerStart(*(ranks.from_rank(teller, part) for part in start))
+            if number > known:
+                journal.begin_layer(start)
+
+    def _blank_start(self) -> layers.LayerStart:
+        """Of the shapes that one has."""
+        tokens, raw = layers.bank_of(self.model, self.budget)
+        return layers.begin(self.model, 1, tokens, raw)
+
     def run(self, writer_resumed: bool) -> CoreMemory:
         journal, depth = self.journal, len(self.model.blocks)
+        if self.ranks.size > 1:
+            self._catch_up()
         if len(journal.layers) == depth and not writer_resumed:
             journal.forget_tiles()  # the last layer's tiles are features, which are not there
-        tokens, raw = self._bank()
+        tokens, raw = layers.bank_of(self.model, self.budget)
         for number in range(max(1, len(journal.layers)), depth + 1):
             if number > len(journal.layers):
-                journal.begin_layer(self._start(number, tokens, raw))
+                journal.begin_layer(layers.begin(self.model, number, tokens, raw))
             raw = journal.layers[-1].raw
             tokens = self._layer(number)
         model = self.model
@@ -205,30 +254,14 @@ class _Pass:
             weights_stamp(model),
         )
 
-    def _bank(self) -> tuple[Tensor, Tensor]:
-        tokens, raw = (part.unsqueeze(0) for part in self.model.bank.prefix(self.budget))
-        return tokens, raw if raw.dtype == torch.float64 else raw.float()
-
-    def _block(self, number: int) -> Block:
-        return cast(Block, self.model.blocks[number - 1])
-
-    def _start(self, number: int, tokens: Tensor, raw: Tensor) -> LayerStart:
-        """The cores before a layer: they move, and hold keys and values ready."""
-        if number > 1:
-            raw = self.model.moves[number - 2](raw, tokens)
-        block = self._block(number)
-        rotation = rope.rotation(raw.tanh(), self.periods)
-        keys, values = block.attn.keys_and_values(block.norm_attn(tokens), rotation)
-        return LayerStart(tokens, raw, keys, values)
-
     def _layer(self, number: int) -> Tensor:
         """Every tile through one layer; the cores after it [1, C, D]."""
-        start, block, journal = self.journal.layers[-1], self._block(number), self.journal
-        rotation = rope.rotation(start.raw.tanh(), self.periods)
-        queries = block.attn.queries(block.norm_attn(start.tokens), rotation)
+        start, journal = self.journal.layers[-1], self.journal
+        queries = layers.core_queries(self.model, number, start)
         sums = journal.sums
         if sums is None:
-            sums = partial_attention(queries, start.keys, start.values).to(self.wide)
+            none = start.keys[:, :, :0]
+            sums = partial_attention(queries, none, none).to(self.wide)
         for index in range(journal.tiles, len(self.tiles)):
             part = self._tile(number, index, queries)
             sums = sums.join(part.to(self.wide))
@@ -236,36 +269,34 @@ class _Pass:
             if self.progress is not None:
                 done = (number - 1) * len(self.tiles) + index + 1
                 self.progress(done, len(self.model.blocks) * len(self.tiles))
-        mixed = sums.result().to(start.tokens.dtype)
-        return block.feed(start.tokens + block.attn.joined(mixed))
+        own = partial_attention(queries, start.keys, start.values).to(self.wide)
+        return layers.end(
+            layers.block_of(self.model, number), start, self.ranks.join(sums).join(own)
+        )
 
     def _tile(self, number: int, index: int, queries: Tensor) -> PartialAttention:
         """A tile through one layer; what the cores take from it."""
-        tile, start, block = self.tiles[index], self.journal.layers[-1], self._block(number)
-        rotation = self._rotation(tile)
+        tile, rotation = self.tiles[index], self._rotation(self.tiles[index])
         x = self.states.get(index, number - 1) if number > 1 else None
         if x is None:
             x = self._from_pixels(tile, number - 1, rotation)
-        normed = block.norm_attn(x)
-        keys, values = block.attn.keys_and_values(normed, rotation)
-        part = partial_attention(queries, keys, values)
-        mixed = patch_rows(block.attn.queries(normed, rotation), start.keys, start.values)
-        x = block.feed(x + block.attn.joined(mixed))
+        start, block = self.journal.layers[-1], layers.block_of(self.model, number)
+        x, part = layers.through(block, x, rotation, start, queries)
         if number < len(self.model.blocks):
             self.states.put(index, number, x)
         else:
             self._write(tile, x)
         return part
 
-    def _from_pixels(self, tile: PatchTile, layers: int, rotation: rope.Rotation) -> Tensor:
+    def _from_pixels(self, tile: PatchTile, after: int, rotation: rope.Rotation) -> Tensor:
         """A tile's state after some layers, from its pixels and what the cores held ready."""
         model = self.model
         shape = (tile.height, tile.width)
         pixels = tile_pixels(self.picture, model.config, (tile.row, tile.column), shape)
         x = model.patch_embed(pixels.to(model.device, model.dtype)).flatten(2).transpose(1, 2)
         x = x if tile.kept is None else x[:, tile.kept.to(x.device)]
-        for number, layer in enumerate(self.journal.layers[:layers], start=1):
-            x = self._block(number).read(x, layer.keys, layer.values, rotation)
+        for number, layer in enumerate(self.journal.layers[:after], start=1):
+            x = layers.block_of(model, number).read(x, layer.keys, layer.values, rotation)
         return x
 
     def _rotation(self, tile: PatchTile) -> rope.Rotation:
@@ -283,7 +314,9 @@ class _Pass:
         self.writer.add(tile.row, tile.column, found.numpy())
 
 
-def _states(estimated: Estimate, tiles: list[PatchTile], model: Veca, folder: Path | None) -> States:
+def _states(
+    estimated: Estimate, tiles: list[PatchTile], model: Veca, folder: Path | None
+) -> States:
     """Where states wait; the disk is asked for room first."""
     if estimated.spill == "memory":
         return MemoryStates()
