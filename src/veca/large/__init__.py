@@ -1,7 +1,7 @@
 """Pictures of any size: exact features in bounded memory, and any region of them again."""
 
 from veca.core_memory import CoreMemory
-from veca.large.picture import ArrayPicture, Picture
+from veca.large.picture import ArrayPicture, Picture, region
 from veca.large.plan import Estimate
 from veca.large.ranks import SplitVeca
 from veca.large.sweep import LargeOutput, Progress, estimate, features
@@ -20,4 +20,5 @@ __all__ = [
     "TileWriter",
     "estimate",
     "features",
+    "region",
 ]

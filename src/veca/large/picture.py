@@ -11,9 +11,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from veca.checks import check_model
 from veca.config import VecaConfig
-from veca.errors import LargeError
+from veca.errors import InputError, LargeError, whole
 from veca.images import normalize, read_image
+from veca.model import Veca
 
 Pixels = np.ndarray[Any, Any]
 
@@ -96,6 +98,39 @@ def patch_grid(picture: Picture, patch_size: int) -> tuple[int, int]:
     """Patches down and across; the last ones may reach over the picture's edge."""
     height, width = picture.shape
     return -(-height // patch_size), -(-width // patch_size)
+
+
+def region(
+    model: Veca,
+    picture: Picture | Pixels | Image.Image,
+    at: tuple[int, int],
+    size: tuple[int, int],
+) -> Tensor:
+    """The normalised pixels of a region [1, 3, h, w], as `Veca.read` takes them.
+
+    Args:
+        at: the first pixel (row, column), multiples of the patch size.
+        size: (height, width) in pixels, multiples of the patch size. Patches may reach over the
+            picture's edge, where the pass over the whole picture has them reach.
+    """
+    check_model(model, "veca.large.region")
+    source, patch = as_picture(picture), model.config.patch_size
+    numbers = [whole(side) for side in (*at, *size)]
+    if len(numbers) != 4 or any(n is None or n < 0 or n % patch for n in numbers) or 0 in size:
+        raise InputError(
+            f"at and size must be (row, column) and (height, width) in multiples of the patch "
+            f"size {patch}, got {at!r} and {size!r}."
+        )
+    grid = patch_grid(source, patch)
+    corner, shape = (at[0] // patch, at[1] // patch), (size[0] // patch, size[1] // patch)
+    if any(a + s > g for a, s, g in zip(corner, shape, grid, strict=True)):
+        height, width = source.shape
+        raise InputError(
+            f"the region of {size[0]} x {size[1]} pixels at {tuple(at)} lies outside the picture "
+            f"of {height} x {width}."
+        )
+    pixels = tile_pixels(source, model.config, corner, shape)
+    return pixels.to(model.device, model.dtype)
 
 
 def tile_pixels(
