@@ -71,6 +71,8 @@ def test_outputs_and_gradients_are_those_of_one_process(model, tmp_path):
                     part[f"grad.{key}"] * factor, grad, atol=1e-5 * grad.abs().max(), rtol=1e-5
                 )
         assert "make up" in parts["refused"]
+        # 3 layers, 2 pictures, 2 heads of 16, 5 cores: a peak, a sum and 16 numbers, float64.
+        assert parts["exchanged"] == 3 * 2 * 2 * 5 * (1 + 1 + 16) * 8
     assert torch.equal(found[0]["training"]["cores"], found[1]["training"]["cores"])
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -129,6 +128,13 @@ class Journal:
             os.replace(temporary, target)  # noqa: PTH105
 
     def remove(self) -> None:
-        """All is done: nothing of the folder is needed any more."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        """Nothing that was kept is needed any more; what else is in the folder stays."""
+        if self.folder is None:
+            return
+        ours = [self.folder / name for name in (SUMS, STATES)]
+        for path in (*ours, *self.folder.glob("layer-*.safetensors"), self.folder / MANIFEST):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.folder / "lock").unlink(missing_ok=True)
+            self.folder.rmdir()

@@ -327,7 +327,7 @@ def _states(
     path = folder / STATES
     there = path.stat().st_size if path.exists() else 0
     _check_space(folder, estimated.disk_bytes - there, "the patches' states")
-    most = max(tile.patches for tile in tiles)
+    most = max((tile.patches for tile in tiles), default=1)
     return DiskStates(path, len(tiles), most, model.config.width, model.dtype, model.device)
 
 
