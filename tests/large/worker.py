@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import sys
@@ -53,7 +54,7 @@ def split(folder: Path, rank: int) -> None:
                 dist.all_reduce(grad)
         found[name] = {
             **{f"grad.{key}": grad.clone() for key, grad in grads.items()},
-            "images": images.grad,
+            "images": images.grad.clone(),
             "patches": out.patches.detach(),
             "cores": out.cores.detach(),
             "core_xy": out.core_xy.detach(),
@@ -88,7 +89,7 @@ def sweep(folder: Path, rank: int, *options: str) -> None:
         group=dist.group.WORLD,
     )  # fmt: skip
     np.save(folder / f"cores-{rank}.npy", out.memory.cores.numpy())
-    (folder / f"told-{rank}.txt").write_text(f"{told[0][0]} {len(told)} {told[-1]}")
+    (folder / f"told-{rank}.json").write_text(json.dumps(told))
 
 
 def main() -> None:

@@ -189,9 +189,11 @@ class SplitVeca(nn.Module):
         grid = (size[0] // patch, size[1] // patch) if fits else (0, 0)
         inside = fits and all(a // patch + s <= g for a, s, g in zip(at, shape, grid, strict=True))
         device = self.model.device
-        bad = self.ranks.most(0 if inside else 1, device)
-        patches = self.ranks.total(shape[0] * shape[1], device)
-        if bad or patches != grid[0] * grid[1]:
+        bad = bool(self.ranks.most(0 if inside else 1, device))
+        corner = (at[0] // patch, at[1] // patch) if inside else (0, 0)
+        if bad or self.ranks.total(_weight(grid, corner, shape), device) != _weight(
+            grid, (0, 0), grid
+        ):
             raise LargeError(
                 f"the regions of all processes must make up the picture of {size[0]} x {size[1]} "
                 f"pixels, each on the grid of {patch} pixels; this one has {shape[0] * patch} x "
@@ -207,3 +209,14 @@ class SplitVeca(nn.Module):
         with torch.random.fork_rng([xy.device] if xy.is_cuda else []):
             torch.manual_seed(int(seed))
             return rope.augment_coordinates(xy, c.rope_shift, c.rope_jitter, c.rope_rescale)
+
+
+def _weight(grid: tuple[int, int], at: tuple[int, int], shape: tuple[int, int]) -> int:
+    """The sum of random numbers that the patches of a grid have, over a region.
+
+    Regions with the sum of the whole grid cover each patch once, but for chance.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.randint(4096, (side,), generator=generator) for side in grid)
+    (row, column), (height, width) = at, shape
+    return int(rows[row : row + height].sum() * columns[column : column + width].sum())
