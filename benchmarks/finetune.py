@@ -1,11 +1,13 @@
-"""The fine-tuning example on a part of Oxford-IIIT Pet, beside the frozen features.
+"""The fine-tuning example on public sets, beside the frozen features of the same images.
 
-    python -m benchmarks finetune --data oxford-pets
+    python -m benchmarks finetune --dataset oxford-pets --data oxford-pets
+    python -m benchmarks finetune --dataset camvid --data camvid --size 192 --batch 8
 
-Breeds as class folders (links, made for the run): the first images of each breed in the official
-training list to train on, the first of the test list to score. It runs examples/finetune.py on them
-with that file's own defaults, but for the options given here, and writes results/finetune.csv, a
-row a budget. Minutes to an hour on a CPU.
+Oxford-IIIT Pet: breeds as class folders (links, made for the run), the first images of each breed
+in the official training list to train on, the first of the test list to score. CamVid: its training
+and test frames with their masks. It runs examples/finetune.py on them with that file's own
+defaults, but for the options given here, and writes results/finetune.csv, a row a budget. Minutes
+on a CPU.
 """
 
 from __future__ import annotations
@@ -15,13 +17,20 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from benchmarks.common import write_csv
 from benchmarks.rows import RESULTS, ROOT
+
+STAGES = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
+_CAMVID_VOID = 11
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="with images/ and annotations/")
+    add("--dataset", choices=["oxford-pets", "camvid"], default="oxford-pets")
+    add("--data", type=Path, required=True, help="its folder")
     add("--weights", default="tiny")
     add("--train", type=int, default=20, help="images of each breed to train on")
     add("--test", type=int, default=20, help="images of each breed to score")
@@ -39,24 +48,31 @@ def run(options: argparse.Namespace) -> None:
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     with tempfile.TemporaryDirectory() as folder:
-        parts = {"trainval": options.train, "test": options.test}
-        for split, count in parts.items():
-            class_folders(options.data, split, count, Path(folder, split))
-        words = [f"{folder}/trainval", "--test", f"{folder}/test", "--out", f"{folder}/run"]
+        train, test = Path(folder, "train"), Path(folder, "test")
+        if options.dataset == "camvid":
+            frames_and_masks(options.data, "train", train)
+            frames_and_masks(options.data, "test", test)
+        else:
+            class_folders(options.data, "trainval", options.train, train)
+            class_folders(options.data, "test", options.test, test)
+        words = [str(train), "--test", str(test), "--out", f"{folder}/run"]
         for name in ("weights", "size", "steps", "batch", "cores", "device"):
             words += [f"--{name}", str(getattr(options, name))]
         found = example.main(words)
     rows = [
         {
+            "dataset": options.dataset,
             "weights": options.weights,
+            "metric": found["metric"],
             "cores": cores,
-            **{name: scores[cores] for name, scores in found["scores"].items()},
+            **{name: found["scores"].get(name, {}).get(cores, "") for name in STAGES},
             **{f"{part} images": count for part, count in found["images"].items()},
             **{name: found["settings"][name] for name in ("size", "steps", "batch", "lr", "seed")},
         }
         for cores in options.cores.split(",")
     ]
-    print(f"wrote {write_csv('finetune', rows, options.out, device=options.device)}")
+    path = write_csv("finetune", rows, options.out, device=options.device, key="dataset")
+    print(f"wrote {path}")
 
 
 def class_folders(data: Path, split: str, count: int, out: Path) -> None:
@@ -72,3 +88,15 @@ def class_folders(data: Path, split: str, count: int, out: Path) -> None:
             (out / breed).mkdir(parents=True, exist_ok=True)
             image = (data / "images" / f"{name}.jpg").resolve()
             (out / breed / image.name).symlink_to(image)
+
+
+def frames_and_masks(data: Path, split: str, out: Path) -> None:
+    """Links to the frames of a split, and its masks with 255 where the example expects it."""
+    for name in ("images", "masks"):
+        (out / name).mkdir(parents=True)
+    for frame in sorted((data / split).iterdir()):
+        name = f"{frame.stem}.png"
+        (out / "images" / frame.name).symlink_to(frame.resolve())
+        mask = np.array(Image.open(data / f"{split}annot" / name))
+        mask[mask == _CAMVID_VOID] = 255
+        Image.fromarray(mask).save(out / "masks" / name)

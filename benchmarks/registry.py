@@ -29,6 +29,7 @@ SPEED = {
     "cpu": Benchmark("time and memory against resolution, beside dense attention"),
     "elastic": Benchmark("merging patches beside fewer cores and smaller images"),
     "embed": Benchmark("veca embed beside the bare model and the bare decoder"),
+    "cls_only": Benchmark("veca embed without patches, beside the whole last block"),
     "export_matrix": Benchmark("how far exported files are from the model; hours"),
     "export_speed": Benchmark("exported files beside their model"),
     "probe_sweep": Benchmark("how long the quick probes take, then again from the cache"),

@@ -184,7 +184,7 @@ def dials(_: Rows) -> str:
         "`cores` at 1024 px": (("1024", "64"), ("1024", "8")),
         "`cores` at 256 px": (("256", "64"), ("256", "8")),
     }
-    lines = []
+    lines = [keep_dial(keep) for keep in ("0.5", "0.35")]
     for dial, (full, less) in turns.items():
         which = 0 if full[0] != less[0] else 1
         times = (f"{on[less] / on[full]:.2f}x" for on in (on_cpu, on_gpu))
@@ -192,6 +192,16 @@ def dials(_: Rows) -> str:
         lines.append([dial, f"{full[which]} to {less[which]}", *times, retention])
     header = ["dial", "turned down", "time, one CPU core", "time, H200", "retention"]
     return table(header, lines)
+
+
+def keep_dial(keep: str) -> list[str]:
+    """What fewer patch tokens take of the time at 1024 px, and how alike features stay at 512."""
+    at = {r["size"]: r for r in read("elastic") if (r["weights"], r["keep"]) == ("small", keep)}
+    cpu = f"{float(at['1024']['time']):.2f}x"
+    graphs = next(r for r in read("elastic_gpu") if (r["batch"], r["pixels"]) == ("8", "1024"))
+    gpu = f"{float(graphs[f'time at {keep}']):.2f}x"
+    same = f"cosine {float(at['512']['cls']):.3f} CLS, {float(at['512']['patches']):.3f} patches"
+    return ["`keep` at 1024 px", f"1 to {keep}", cpu, gpu, same]
 
 
 def every_probe(rows: Rows, beside: Sequence[str], budgets: Sequence[str]) -> str:

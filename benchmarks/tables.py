@@ -9,13 +9,12 @@ stands between them is written here and nowhere else. The tests check that nothi
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks import scores
-from benchmarks.rows import RESULTS, ROOT, Rows, number, read, table
+from benchmarks.rows import ROOT, Rows, number, read, table
 from veca._util.files import atomic_write_text
 
 DOCUMENTS = (
@@ -175,6 +174,39 @@ def cpu(rows: Rows) -> str:
     )
 
 
+def elastic(rows: Rows) -> str:
+    """A line a point: its time, and CLS / patches beside the full pass."""
+    sets = list(dict.fromkeys((r["weights"], r["size"]) for r in rows))
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    for r in rows:
+        share = int(r["pixels"]) / int(r["size"])
+        name = {
+            "keep": f"`keep={r['keep']}`",
+            "cores": f"`cores={r['cores']}`",
+            "size": f"{share:.3g} of the size",
+        }.get(r["point"])
+        if name:
+            seen = f"{float(r['cls']):.3f} / {float(r['patches']):.3f}"
+            at = cells.setdefault(name, {})
+            at[r["weights"], r["size"]] = f"{float(r['time']):.2f}x, {seen}"
+    header = ["", *(f"{weights}, {size} px" for weights, size in sets)]
+    return table(header, [[name, *map(at.__getitem__, sets)] for name, at in cells.items()])
+
+
+def elastic_gpu(rows: Rows) -> str:
+    keeps = [name.removeprefix("speed-up ") for name in rows[0] if name.startswith("speed-up ")]
+    header = ["batch x pixels", "dense flash, ms", *(f"`keep={k}`, ms" for k in keeps)]
+    return table(
+        [*header, *(f"speed-up at {k}" for k in keeps)],
+        [
+            [f"{r['batch']} x {r['pixels']}", number(r["dense flash ms"])]
+            + [number(r[f"keep {k} ms"]) for k in keeps]
+            + [f"{float(r[f'speed-up {k}']):.2f}x" for k in keeps]
+            for r in rows
+        ],
+    )
+
+
 def embed(rows: Rows) -> str:
     (row,) = rows
     contenders = {
@@ -206,22 +238,18 @@ def export_speed(rows: Rows) -> str:
 
 
 def finetune(rows: Rows) -> str:
-    columns = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
-    probes = {r["probe"]: r for r in rows if r["cores"] == "64"}
-    knn, linear = (probes[f"pets-{name}"] for name in ("knn", "linear"))
-    lines = [["all", knn["size"], "64", _percent(knn["top1"]), _percent(linear["top1"]), ""]]
-    for kind in ("", "-long"):
-        path = RESULTS / "finetune" / f"classification{kind}-nested.json"
-        early = json.loads(path.read_text(encoding="utf-8"))
-        settings = early["settings"]
-        name = f"all, from a fresh head, {settings['steps']} steps at {settings['lr']:g}"
-        lines.append([name, str(settings["size"]), "64", "", "", _percent(early["scores"]["64"])])
-    if (RESULTS / "finetune.csv").is_file():
-        lines += [
-            [r["train images"], r["size"], r["cores"], *(_percent(r.get(name)) for name in columns)]
-            for r in read("finetune")
+    sets = {"oxford-pets": "Pets breeds, top-1", "camvid": "CamVid, mIoU"}
+    stages = ("frozen, 10-NN", "frozen, linear", "fine-tuned")
+    lines = [
+        [
+            sets[r["dataset"]],
+            *(r[name] for name in ("train images", "test images", "size", "steps", "cores")),
+            *(_percent(r[name]) for name in stages),
         ]
-    return table(["training photos", "pixels", "cores", *columns], lines)
+        for r in rows
+    ]
+    header = ["", "training images", "test images", "pixels", "steps", "cores", *stages]
+    return table(header, lines)
 
 
 def _percent(share: str | float | None) -> str:
@@ -236,9 +264,11 @@ TABLES: dict[str, Table] = {
     "distill": ("distill", distillation),
     "recorded": ("recorded", recorded),
     "cpu": ("cpu", cpu),
+    "elastic": ("elastic", elastic),
+    "elastic-gpu": ("elastic_gpu", elastic_gpu),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
-    "finetune": ("probes/shipped/tiny", finetune),
+    "finetune": ("finetune", finetune),
     "weights": ("probes/shipped", scores.weights),
     "dials": ("cpu", scores.dials),
     "probes": ("probes/shipped", scores.probes),

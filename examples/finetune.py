@@ -354,8 +354,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             asked, truth = features_of(task, model, test, args.size, budgets, min(args.keep))
             column(f"fine-tuned, keep {min(args.keep)}", evaluate(task, head, asked, truth))
         frozen = max(max(scores.values()) for name, scores in columns.items() if "frozen" in name)
-        if max(columns["fine-tuned"].values()) <= frozen:
-            print("Fine-tuning gained nothing here: the frozen features are the better choice.")
+        chance = 1.96 * math.sqrt(frozen * (1 - frozen) / len(test))  # 95 %, of a share of images
+        if max(columns["fine-tuned"].values()) <= frozen + chance * isinstance(task, Classify):
+            print(
+                "Fine-tuning gained no more here than chance explains: the frozen features are "
+                "the better choice."
+            )
         veca.save(model, args.out / "backbone", provenance={"finetuned": {"derived_from": sha}})
     args.out.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.cpu().contiguous() for name, tensor in head.state_dict().items()}

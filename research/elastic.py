@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +37,8 @@ from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
 from veca.config import VecaConfig
-from veca.model import Veca
+from veca.merging import SMOOTHING
+from veca.model import Block, Veca
 
 KEEPS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 WORKS = (0.8, 0.7, 0.6, 0.55)
@@ -69,6 +70,8 @@ class Rule(NamedTuple):
     """The block before which patches stand alone again; 0 is none."""
     length: bool = False
     """A window's token is as long as its patches on average, instead of their mean."""
+    smooth: float = 0.0
+    """How far merged patches go, in the end, to the mean of the 3 x 3 patches around them."""
 
     def shares(self, keep: float) -> list[float]:
         parts = [step / len(self.steps) for step in range(1, len(self.steps) + 1)]
@@ -79,6 +82,8 @@ class Rule(NamedTuple):
 
 
 TWO, FOUR, PAIR = (2, 2), (4, 4), (1, 2)
+EITHER = (0, 2)
+"""Pairs side by side or above each other, whichever differ less in their window of 2 x 2."""
 RULES: dict[str, Rule] = {
     "3-6-9": Rule(),
     **{
@@ -115,36 +120,137 @@ RULES: dict[str, Rule] = {
     "3-6-9, alone from 11": Rule(returned=1.0, alone=11),
     "5, own returned": Rule((5,), returned=1.0),
 }
-LARGE = tuple(RULES)
-"""Asked at 1024 pixels, too."""
+STEPS = (
+    *[(3, 6, 9), (2, 5, 8), (4, 7, 10), (2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10)],
+    *[(2, 4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10), (2, 3, 4, 5, 6, 7, 8, 9, 10)],
+)
 RULES |= {
     f"{'-'.join(map(str, steps))}, {fall}, {criterion}": Rule(steps, fall, criterion=criterion)
-    for steps in (
-        *[(2, 5, 8), (3, 6, 9), (4, 6, 8), (4, 7, 10)],
-        *[(2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10), (2, 4, 6, 8, 10), (3, 4, 5, 6, 7, 8, 9, 10)],
-    )
-    for fall, criterion in [
-        *[("geometric", "normed squares"), ("linear", "normed squares")],
-        *[("1.5", "normed squares"), ("linear", "cos x root"), ("1.5", "cos x root")],
-    ]
+    for steps in STEPS
+    for criterion in ("cos", "normed squares")
+    for fall in ("geometric", "linear", "1.5", "2")
+}
+PAIRS = {
+    "3-6-9": (PAIR, TWO, TWO),
+    "2-4-6-8": (PAIR, TWO, TWO, TWO),
+    "3-5-7-9": (PAIR, TWO, TWO, TWO),
+    "2-4-6-8, late squares": (PAIR, PAIR, TWO, TWO),
+    "3-5-7-9, late squares": (PAIR, PAIR, TWO, TWO),
+    "2-3-5-7-9": (PAIR, TWO, TWO, TWO, TWO),
+    "3-3-6-6-9-9": (PAIR, TWO) * 3,
 }
 RULES |= {
-    "2-4-6-8, pairs first": Rule((2, 4, 6, 8), windows=(PAIR, TWO, TWO, TWO)),
-    "2-4-6-8, linear, pairs first": Rule((2, 4, 6, 8), "linear", (PAIR, TWO, TWO, TWO)),
-    "3-5-7-9, linear, pairs first": Rule((3, 5, 7, 9), "linear", (PAIR, TWO, TWO, TWO)),
-    "2-3-6-9, pairs and squares": Rule((2, 3, 6, 9), "linear", (PAIR, TWO, TWO, TWO)),
-    "3-3-6-6-9-9, pairs and squares": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, TWO) * 3),
-    "3-3-6-6-9-9, both pairs": Rule((3, 3, 6, 6, 9, 9), windows=(PAIR, (2, 1)) * 3),
-    "4-6-8, as long": Rule((4, 6, 8), length=True),
-    "4-6-8, own returned": Rule((4, 6, 8), returned=1.0),
-    "4-6-8, not counted": Rule((4, 6, 8), counted=False),
-    "3-5-7-9, not counted": Rule((3, 5, 7, 9), counted=False),
+    f"{name}, {fall}, cos, pairs first": Rule(
+        tuple(int(step) for step in name.split(",")[0].split("-")), fall, windows, "cos"
+    )
+    for name, windows in PAIRS.items()
+    for fall in ("linear", "1.5")
 }
+RULES |= {
+    f"3-5-7-9, linear, {name}": Rule((3, 5, 7, 9), "linear", **changes)
+    for name, changes in {
+        "keys": {"criterion": "keys"},
+        "normed cos": {"criterion": "normed cos"},
+        "worst cos": {"criterion": "worst cos"},
+        "random": {"criterion": "random"},
+        "cos, as long": {"criterion": "cos", "length": True},
+        "cos, half returned": {"criterion": "cos", "returned": 0.5},
+        "cos, own returned": {"criterion": "cos", "returned": 1.0},
+        "cos, not counted": {"criterion": "cos", "counted": False},
+    }.items()
+}
+FINER = {
+    "3-5-7-9": (PAIR, TWO, TWO, TWO),
+    "3-5-7-9, late squares": (PAIR, PAIR, TWO, TWO),
+    "2-4-6-8": (PAIR, TWO, TWO, TWO),
+    "2-4-6-8, late squares": (PAIR, PAIR, TWO, TWO),
+    "2-4-6-8-10": (PAIR, PAIR, TWO, TWO, TWO),
+    "2-3-5-7-9": (PAIR, PAIR, TWO, TWO, TWO),
+    "3-6-9": (PAIR, TWO, TWO),
+    "3-5-7": (PAIR, TWO, TWO),
+    "2-5-8": (PAIR, TWO, TWO),
+}
+RULES |= {
+    f"{name}, {fall}, cos, as long, smoothed, {kind} first": Rule(
+        tuple(int(step) for step in name.split(",")[0].split("-")),
+        fall,
+        tuple(pair if window == PAIR else window for window in windows),
+        "cos",
+        length=True,
+        smooth=0.5,
+    )
+    for name, windows in FINER.items()
+    for fall in ("geometric", "linear")
+    for kind, pair in (("pairs", PAIR), ("either", EITHER))
+}
+BEST = Rule((3, 5, 7, 9), "linear", (EITHER, EITHER, TWO, TWO), "cos", length=True, smooth=0.5)
+RULES |= {
+    f"3-5-7-9, linear, either twice, {name}": BEST._replace(**changes)
+    for name, changes in {
+        "not smoothed": {"smooth": 0.0},
+        "smoothed .25": {"smooth": 0.25},
+        "smoothed .75": {"smooth": 0.75},
+        "smoothed 1": {"smooth": 1.0},
+        "mean": {"length": False},
+        "own returned": {"returned": 1.0},
+        "half returned": {"returned": 0.5},
+        "normed squares": {"criterion": "normed squares"},
+        "normed cos": {"criterion": "normed cos"},
+        "cos x length": {"criterion": "cos x length"},
+        "cos x root": {"criterion": "cos x root"},
+        "worst cos": {"criterion": "worst cos"},
+        "random": {"criterion": "random"},
+        "not counted": {"counted": False},
+        "1.5": {"fall": "1.5"},
+        "either thrice": {"windows": (EITHER, EITHER, EITHER, TWO)},
+        "either always": {"windows": (EITHER,) * 4},
+        "either once": {"windows": (EITHER, TWO, TWO, TWO)},
+    }.items()
+}
+RULES |= {
+    f"3-5-7-9, squares, {name}": BEST._replace(**{"windows": (TWO,) * 4, **changes})
+    for name, changes in {
+        "smoothed .25": {"smooth": 0.25},
+        "smoothed .75": {"smooth": 0.75},
+        "smoothed 1": {"smooth": 1.0},
+        "not smoothed": {"smooth": 0.0},
+        "mean": {"length": False},
+        "geometric": {"fall": "geometric"},
+        "1.5": {"fall": "1.5"},
+        "normed squares": {"criterion": "normed squares"},
+        "normed cos": {"criterion": "normed cos"},
+        "cos x root": {"criterion": "cos x root"},
+        "cos x length": {"criterion": "cos x length"},
+        "own returned": {"returned": 1.0},
+        "4 x 4 last": {"windows": (TWO, TWO, TWO, FOUR)},
+        "4 x 4 twice": {"windows": (TWO, TWO, FOUR, FOUR)},
+    }.items()
+}
+RULES |= {
+    f"{'-'.join(map(str, steps))}, linear, either {either} times": BEST._replace(
+        steps=steps, windows=(EITHER,) * either + (TWO,) * (len(steps) - either)
+    )
+    for steps in (
+        *[(2, 4, 6, 8, 10), (2, 3, 5, 7, 9), (3, 4, 5, 6, 7, 8, 9, 10), (2, 3, 4, 5, 6, 7, 8, 9)],
+        *[(2, 5, 8), (3, 6, 9), (2, 4, 6), (3, 5, 7), (2, 4, 6, 8), (3, 5, 7, 9), (4, 6, 8, 10)],
+        *[(2, 5), (3, 7), (4,), (5,), (6,), (1, 3, 5, 7), (1, 3, 5), (2, 4, 6, 8, 10, 12)],
+    )
+    for either in ((0, 1, 2, 3) if len(steps) < 6 else (0, 2, 4))
+    if either <= len(steps)
+}
+LARGE = [
+    *("3-6-9", "3-6-9, cos", "3-6-9, as long", "3-5-7-9", "3-5-7-9, linear, cos"),
+    *(name for name in RULES if "twice, " in name or "squares, " in name),
+    *(name for name in RULES if "either 0 times" in name),
+]
+"""Asked at 1024 pixels, too."""
+NEW = [name for name in RULES if name in LARGE or ", cos" in name]
+"""What the second round asks."""
 
 
 def own_rule(config: VecaConfig) -> Rule:
     """What the package does with `keep`."""
-    return Rule(config.merge_blocks)
+    return Rule(config.merge_blocks, "linear", criterion="cos", length=True, smooth=SMOOTHING)
 
 
 class Merged(NamedTuple):
@@ -176,15 +282,17 @@ def _merge(
     window: tuple[int, int],
     target: int,
     rule: Rule,
-    normed: Callable[[Tensor], Tensor],
+    block: Block,
 ) -> Merged:
-    (h, w), (a, b) = grid, window
-    places = torch.arange(h * w, device=m.x.device).view(h, w)[: h // a * a, : w // b * b]
-    members = places.view(h // a, a, w // b, b).transpose(1, 2).reshape(-1, a * b)  # [W, S]
-    owners = m.owner[:, members]  # [B, W, S]
+    h, w = grid
+    if window == EITHER:
+        members = _pairs(m, grid, rule, block)
+    else:
+        members = _windows(grid, window, m.x.device).expand(len(m.x), -1, -1)  # [B, W, S]
+    owners = m.owner.gather(1, members.flatten(1)).view_as(members)
     inside = _rows(m.x, owners)
     mean = inside.mean(dim=2)
-    score = _score(inside, mean, rule.criterion, normed)
+    score = _score(inside, mean, rule.criterion, block)
     saved = (1 / m.count).gather(1, owners.flatten(1)).view_as(owners).sum(2).round() - 1
     score = score.masked_fill(saved < 1, torch.inf)
     order = score.argsort(dim=1, stable=True)
@@ -193,33 +301,62 @@ def _merge(
     first = (saved.cumsum(1) - saved < need) & score.gather(1, order).isfinite()
     chosen = torch.zeros_like(first).scatter(1, order, first)  # [B, W]
 
-    patches = members.flatten()
+    size = members.shape[2]
+    patches = members.flatten(1)
     goes = torch.zeros_like(m.owner, dtype=torch.bool)
-    goes[:, patches] = chosen.repeat_interleave(a * b, dim=1)
-    head = torch.arange(h * w, device=m.x.device)
-    head[patches] = members[:, :1].expand_as(members).flatten()
+    goes.scatter_(1, patches, chosen.repeat_interleave(size, dim=1))
+    places = torch.arange(h * w, device=m.x.device).expand_as(m.owner)
+    head = places.scatter(1, patches, members[..., :1].expand_as(members).flatten(1))
     token = mean
     if rule.length:
         token = F.normalize(mean, dim=-1) * inside.norm(dim=-1).mean(2, keepdim=True)
     before = m.spread(1.0)
-    first_of = members[:, 0]
+    first_of = members[..., :1]
     at = chosen.unsqueeze(-1)
-    x, xy = m.x.clone(), m.xy.clone()
-    x[:, first_of] = torch.where(at, token, x[:, first_of])
-    xy[:, first_of] = torch.where(at, _rows(m.xy, owners).mean(2), xy[:, first_of])
-    leads = goes & (head == torch.arange(h * w, device=head.device))
-    count = torch.where(goes, leads * float(a * b), m.count)
-    owner = torch.where(goes, head.expand_as(m.owner), m.owner)
+    x = _put(m.x, first_of, torch.where(at, token, _rows(m.x, first_of[..., 0])))
+    centre = _rows(m.xy, owners).mean(2)
+    xy = _put(m.xy, first_of, torch.where(at, centre, _rows(m.xy, first_of[..., 0])))
+    count = torch.where(goes, (head == places) * float(size), m.count)
+    owner = torch.where(goes, head, m.owner)
     return Merged(x, xy, count, owner, before - _rows(x, owner))
 
 
-def _score(
-    inside: Tensor, mean: Tensor, criterion: str, normed: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _put(x: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    return x.scatter(1, rows.expand(-1, -1, x.shape[-1]), values)
+
+
+def _windows(grid: tuple[int, int], window: tuple[int, int], device: torch.device) -> Tensor:
+    """The patches of each window: [W, S]."""
+    (h, w), (a, b) = grid, window
+    places = torch.arange(h * w, device=device).view(h, w)[: h // a * a, : w // b * b]
+    return places.view(h // a, a, w // b, b).transpose(1, 2).reshape(-1, a * b)
+
+
+def _pairs(m: Merged, grid: tuple[int, int], rule: Rule, block: Block) -> Tensor:
+    """[B, W, 2] the pairs of each window of 2 x 2, in the direction in which they differ less."""
+    windows = _windows(grid, TWO, m.x.device).expand(len(m.x), -1, -1)
+    ways = [windows[..., order].unflatten(2, (2, 2)) for order in ([0, 1, 2, 3], [0, 2, 1, 3])]
+    found = []
+    for pairs in ways:  # [B, W, 2, 2]
+        flat = pairs.flatten(1, 2)
+        inside = _rows(m.x, m.owner.gather(1, flat.flatten(1)).view_as(flat))
+        score = _score(inside, inside.mean(2), rule.criterion, block)
+        found.append(score.view(len(flat), -1, 2).sum(2))
+    across = (found[0] <= found[1])[..., None, None]
+    return torch.where(across, ways[0], ways[1]).flatten(1, 2)
+
+
+def _score(inside: Tensor, mean: Tensor, criterion: str, block: Block) -> Tensor:
     """How much a window [B, W, S, D] differs from its mean: [B, W]."""
+    normed = block.norm_attn
     if criterion == "random":
         draws = np.random.default_rng(0).random(mean.shape[1], dtype=np.float32)
         return torch.from_numpy(draws).to(mean.device).expand(mean.shape[0], -1)
+    if criterion in ("keys", "normed cos"):
+        # Of the block that comes next: its keys, or what it reads.
+        inside = normed(inside)
+        inside = block.attn.k(inside) if criterion == "keys" else inside
+        return (1 - F.cosine_similarity(inside, inside.mean(2, keepdim=True), dim=-1)).sum(2)
     if criterion == "squares":
         return (inside - mean.unsqueeze(2)).square().sum(dim=(2, 3))
     if criterion == "normed squares":
@@ -257,7 +394,9 @@ def run(model: Veca, images: Tensor, rule: Rule, keep: float) -> tuple[Tensor, T
         for step, (at, share) in enumerate(steps):
             if at == number:
                 window = rule.windows[step] if rule.windows else TWO if share >= 0.25 else FOUR
-                m = _merge(m, grid, window, round(count * share), rule, block.norm_attn)
+                whole = (grid[0] // max(window)) * (grid[1] // max(window))
+                least = count - whole * (max(window) ** 2 - 1)
+                m = _merge(m, grid, window, max(least, round(count * share)), rule, block)
         if number == rule.alone and keep < 1:
             m = single._replace(x=m.spread(rule.returned))
         if number > 1:
@@ -282,7 +421,17 @@ def run(model: Veca, images: Tensor, rule: Rule, keep: float) -> tuple[Tensor, T
         cores, m = x[:, : c.num_cores], m._replace(x=x[:, c.num_cores :])
         left.append((m.count > 0).sum(1).float().mean().item())
     ends = [model.project(model.norm(part)) for part in (cores[:, 0], m.spread(rule.returned))]
+    if rule.smooth:
+        ends[1] = _smoothed(ends[1], grid, m.count.gather(1, m.owner) > 1, rule.smooth)
     return ends[0], ends[1], left
+
+
+def _smoothed(patches: Tensor, grid: tuple[int, int], merged: Tensor, share: float) -> Tensor:
+    """[B, N, D] with merged patches nearer to what is around them."""
+    maps = patches.transpose(1, 2).unflatten(2, grid)
+    around = F.avg_pool2d(maps, 3, 1, padding=1, count_include_pad=False)
+    around = around.flatten(2).transpose(1, 2)
+    return torch.where(merged.unsqueeze(-1), patches + share * (around - patches), patches)
 
 
 def work(config: VecaConfig, left: Sequence[float], patches: int, whole_end: bool) -> float:

@@ -37,14 +37,15 @@ def merged_in_loops(tokens, xy, groups, grid, side, target):
             members = torch.stack([tokens[group_of[patch]] for patch in window])
             mean = members.mean(dim=0)
             angles = sum(1 - F.cosine_similarity(member, mean, dim=0) for member in members)
-            candidates.append((float(angles * mean.norm()), len(candidates), window, inside, mean))
+            token = mean / mean.norm() * members.norm(dim=1).mean()
+            candidates.append((float(angles), len(candidates), window, inside, token))
     gone, new = set(), []
-    for _, _, window, inside, mean in sorted(candidates, key=lambda c: c[:2]):
+    for _, _, window, inside, token in sorted(candidates, key=lambda c: c[:2]):
         if len(groups) - len(gone) + len(new) <= target:
             break
         gone |= set(inside)
         place = torch.stack([xy[group_of[patch]] for patch in window]).mean(dim=0)
-        new.append((window, mean, place))
+        new.append((window, token, place))
     kept = [(g, tokens[i], xy[i]) for i, g in enumerate(groups) if i not in gone]
     return [*kept, *new]
 
@@ -82,15 +83,37 @@ def test_merging_is_what_loops_do(grid):
                     assert periphery.multiplicity[image, index] == len(group)
 
 
-def test_a_plan_falls_geometrically_and_knows_what_cannot_merge():
+def test_a_plan_falls_in_equal_parts_and_knows_what_cannot_merge():
     plan = merge_plan((3, 6, 9), 0.3, (32, 32))
     assert [side for side, _ in plan.values()] == [2, 2, 2]
     shares = [count / 1024 for _, count in plan.values()]
-    assert shares == pytest.approx([0.3 ** (1 / 3), 0.3 ** (2 / 3), 0.3], abs=1e-3)
+    assert shares == pytest.approx([1 - 0.7 / 3, 1 - 1.4 / 3, 0.3], abs=1e-3)
     assert merge_plan((3, 6, 9), 0.2, (32, 32))[9] == (4, 205)
     assert merge_plan((3, 6, 9), 1, (32, 32)) == {}
     assert merge_plan((1,), 0.25, (3, 3)) == {1: (2, 6)}  # one window; five patches are in none
     assert merge_plan((1,), 0.25, (1, 7)) == {1: (2, 7)}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_patches_that_share_a_token_are_smoothed_and_others_are_not(grid):
+    torch.manual_seed(2)
+    height, width = grid
+    patches = height * width
+    tokens = torch.randn(2, patches, 5)
+    first = Periphery(rope.grid_coordinates(height, width).unsqueeze(0))
+    assert first.spread(tokens, grid) is tokens
+    merged, periphery = merge(tokens, first, grid, 2, patches - 9)
+    got = periphery.spread(merged, grid).view(2, height, width, 5)
+    for image in range(2):
+        plain = merged[image, periphery.token_of[image]].view(height, width, 5)
+        for y in range(height):
+            for x in range(width):
+                token = periphery.token_of[image, y * width + x]
+                expected = plain[y, x]
+                if periphery.multiplicity[image, token] > 1:
+                    near = plain[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2].flatten(0, 1)
+                    expected = (expected + near.mean(dim=0)) / 2
+                torch.testing.assert_close(got[image, y, x], expected)
 
 
 def test_all_patches_is_the_network_as_published_to_the_bit(tiny):

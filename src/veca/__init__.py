@@ -67,8 +67,8 @@ _PLACES = {
 }
 _MODULES = {
     *("attention", "bench", "collections", "data", "dense", "distill", "embed", "engine"),
-    *("export", "features", "images", "integrations", "large", "model", "probe", "quickstart"),
-    *("rope", "teachers", "viz", "weights"),
+    *("export", "features", "images", "integrations", "large", "model", "points", "probe"),
+    *("quickstart", "rope", "teachers", "tune", "viz", "weights"),
 }
 
 

@@ -110,7 +110,7 @@ def check_memorable(training: bool, keep: float | None) -> None:
     if keep is not None and keep != 1:
         raise InputError(
             f"a core memory belongs to the pass over every patch, got keep={keep!r}: merged "
-            "patches depend on each other. Leave keep out."
+            "patches depend on each other. Ask for keep=1."
         )
 
 

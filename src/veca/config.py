@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from veca.errors import ConfigError, check_choice, shown, suggest
 
@@ -15,7 +15,7 @@ _MOST = 2**31 - 1
 _MOST_BLOCKS = 10_000
 """More than any network has, and few enough to be counted one by one."""
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 """In place of a budget or a share of tokens: as the content of the images asks for."""
 DEFAULT_SIZE = 512
 """Pixels: the short side that images are scaled to wherever no size is asked for, and both sides
@@ -222,8 +222,8 @@ def _three_numbers(name: str, value: object) -> tuple[float, float, float]:
     return red, green, blue
 
 
-MERGE_BEFORE = (2 / 12, 5 / 12, 8 / 12)
-"""Shares of the depth that have run when windows of patches merge: of 12 blocks, 2, 5 and 8."""
+MERGE_BEFORE = (2 / 12, 4 / 12, 6 / 12, 8 / 12)
+"""Shares of the depth that have run when windows of patches merge: of 12 blocks 2, 4, 6 and 8."""
 
 EXTRA_TOKENS = 5
 """Of a dense ViT, beside its patches: CLS and four registers."""

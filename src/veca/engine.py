@@ -232,7 +232,8 @@ class InferenceEngine(FeatureModel):
         x = self._finish(x, delta, self.norm, self.project, c.norm_eps)
         if not merges or rows is not None:
             return x, raw
-        return torch.cat([x[:, :budget], periphery.spread(x[:, budget:])], dim=1), raw
+        patches = periphery.spread(x[:, budget:], grid)
+        return torch.cat([x[:, :budget], patches], dim=1), raw
 
 
 class PreparedShape:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from veca.config import DEFAULT_SIZE, VecaConfig
+from veca.config import AUTO, DEFAULT_SIZE, VecaConfig
+from veca.errors import check_choice
 from veca.images import ImageTransform, Preprocessed, Size, Source, preprocess
+
+if TYPE_CHECKING:
+    from veca.points import OperatingPoint
 
 
 class FeatureModel:
@@ -23,6 +27,8 @@ class FeatureModel:
     """Where its weights come from, as stored with them; `veca.save` keeps it."""
     beside: Mapping[str, bytes] = MappingProxyType({})
     """Files that lie beside its weights and belong to them, by name; `veca.save` keeps them."""
+    point: OperatingPoint | None = None
+    """The operating point it was loaded at: where calls that say neither cores nor keep work."""
     _has_cores = True
 
     if TYPE_CHECKING:  # each class has its own way of knowing these
@@ -53,14 +59,24 @@ class FeatureModel:
         return self.config.patch_size
 
     def preprocess(
-        self, images: Source | Iterable[Source], size: Size = DEFAULT_SIZE, **options: Any
+        self,
+        images: Source | Iterable[Source],
+        size: Size | Literal["auto"] = AUTO,
+        **options: Any,
     ) -> Preprocessed:
         """Images as this model wants them: `veca.preprocess` with its mean, deviation and patches.
 
         Args:
+            size: as in `veca.preprocess`; "auto" is that of the model's `point`, or else 512
+                (`veca.config.DEFAULT_SIZE`).
             options: as in `veca.preprocess`; what is given there wins.
         """
-        return preprocess(images, size, model=self, **options)
+        pixels: Size = DEFAULT_SIZE if self.point is None else self.point.size
+        if isinstance(size, str):
+            check_choice("size", size, [AUTO])
+        else:
+            pixels = size
+        return preprocess(images, pixels, model=self, **options)
 
     def transform(
         self,

@@ -2,8 +2,9 @@
 
 Patches never attend to each other, so running fewer of them disturbs the others only through the
 cores. Before some blocks the windows whose patches differ least become one token: the mean of the
-patches, at the mean of their places, which cores see as often as it has patches. At the end every
-patch takes what came out for its token, so that features always cover the whole grid.
+patches, as long as they are and at the mean of their places, which cores see as often as it has
+patches. At the end every patch takes what came out for its token, and those that share one are
+drawn to what is around them, so that features always cover the whole grid.
 
 Shapes: B images, N patches, T tokens that stand for them, W windows, D width.
 """
@@ -20,6 +21,10 @@ LEAST_KEEP = 0.2
 """The smallest share of patch tokens that may go on."""
 
 
+SMOOTHING = 0.5
+"""How far patches that share a token go to the mean of the 3 x 3 patches around them."""
+
+
 class Periphery(NamedTuple):
     """Which token stands for which patches."""
 
@@ -30,9 +35,20 @@ class Periphery(NamedTuple):
     token_of: Tensor | None = None
     """[B, N] the token of each patch; None: its own."""
 
-    def spread(self, tokens: Tensor) -> Tensor:
-        """What each patch takes from its token: [B, T, D] -> [B, N, D]."""
-        return tokens if self.token_of is None else take(tokens, self.token_of)
+    def spread(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """What each patch takes from its token: [B, T, D] -> [B, N, D].
+
+        Features change gently from patch to patch, but those of one token are all the same: they
+        are smoothed, which brings them nearer to what they would have been. Others stay.
+        """
+        if self.token_of is None or self.multiplicity is None:
+            return tokens
+        patches = take(tokens, self.token_of)
+        shared = self.multiplicity.gather(1, self.token_of) > 1
+        maps = patches.transpose(1, 2).unflatten(2, grid)
+        around = F.avg_pool2d(maps, 3, 1, padding=1, count_include_pad=False)
+        around = around.flatten(2).transpose(1, 2)
+        return torch.where(shared.unsqueeze(-1), patches.lerp(around, SMOOTHING), patches)
 
 
 def merge_plan(
@@ -40,7 +56,7 @@ def merge_plan(
 ) -> dict[int, tuple[int, int]]:
     """What merges where: {block: (side of the windows, tokens left)}, `keep` left after the last.
 
-    The shares fall geometrically from step to step. Windows are of 2 x 2 patches, and of 4 x 4
+    The shares fall by equal parts from step to step. Windows are of 2 x 2 patches, and of 4 x 4
     where those cannot merge enough: below a quarter. Windows that the grid cuts off are not
     merged, so that a small grid may keep more than is asked for.
 
@@ -53,7 +69,7 @@ def merge_plan(
     patches = height * width
     plan, left = {}, patches
     for number, block in enumerate(blocks, start=1):
-        share = keep ** (number / len(blocks))
+        share = 1 - (1 - keep) * number / len(blocks)
         side = 2 if share >= 1 / 4 else 4
         whole = (height // side) * (width // side)
         least = patches - whole * (side * side - 1)
@@ -101,9 +117,12 @@ def merge(
     members, window_of = _windows(grid, side, device)
     # [B, W, side * side] tokens, each as often as it has patches in the window.
     tokens_of = token_of[:, members].unflatten(1, (-1, side * side))
-    inside = take(tokens, tokens_of)
+    inside = take(tokens, tokens_of).float()
     mean = inside.mean(dim=2)  # [B, W, D]
-    score = _difference(inside.detach(), mean.detach())
+    lengths = inside.norm(dim=-1)  # [B, W, side * side]
+    own = mean.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # [B, W]
+    score = _difference(inside.detach(), mean.detach(), lengths.detach(), own.detach())
+    token = mean * (lengths.mean(dim=2) / own).unsqueeze(-1)
     # A token lies in one window whole, so that the shares of its patches add up to one.
     shares = multiplicity.reciprocal().gather(1, tokens_of.flatten(1)).view_as(tokens_of)
     saved = shares.sum(dim=2).round() - 1  # [B, W] tokens, less one
@@ -120,18 +139,18 @@ def merge(
     gone = torch.zeros(batch, count, dtype=torch.bool, device=device)
     gone = gone.scatter(1, token_of, chosen_patch)
     alive = torch.cat([(multiplicity > 0) & ~gone, chosen], dim=1)  # [B, T + W]
-    # Those alive first, in their order; `position` says where each went.
-    behind = alive.logical_not().to(torch.uint8)
-    order = behind.argsort(dim=1, stable=True)
+    # Those alive first, in their order; `position` says where each goes. No sort is needed.
+    ahead = alive.cumsum(dim=1)
     places = torch.arange(alive.shape[1], device=device)
-    position = torch.zeros_like(order).scatter(1, order, places.expand_as(order))
+    position = torch.where(alive, ahead - 1, ahead[:, -1:] + places - ahead)
+    order = torch.zeros_like(position).scatter(1, position, places.expand_as(position))
     order = order[:, torch.arange(target, device=device)]
 
     xy = periphery.xy.expand(batch, -1, -1)
     centres = take(xy, tokens_of).mean(dim=2)
     counts = torch.cat([multiplicity, multiplicity.new_full(chosen.shape, side * side)], dim=1)
     source = torch.where(chosen_patch, count + window_of, token_of)
-    return take(torch.cat([tokens, mean.to(tokens.dtype)], dim=1), order), Periphery(
+    return take(torch.cat([tokens, token.to(tokens.dtype)], dim=1), order), Periphery(
         xy=take(torch.cat([xy, centres], dim=1), order),
         multiplicity=(counts * alive).gather(1, order),
         token_of=position.gather(1, source),
@@ -177,12 +196,14 @@ def _windows(grid: tuple[int, int], side: int, device: torch.device) -> tuple[Te
     return members.flatten(), window.masked_fill(~whole, down * across).flatten()
 
 
-def _difference(members: Tensor, mean: Tensor) -> Tensor:
+def _difference(members: Tensor, mean: Tensor, lengths: Tensor, length: Tensor) -> Tensor:
     """How much is lost when windows [B, W, S, D] become their mean [B, W, D]: [B, W].
 
-    The angles between patches and mean count, and more so the longer the mean: between the angles
-    alone and the squared distances, and better than either.
+    One less the cosine of each patch with the mean, summed up. Lengths do not count: what a block
+    reads of a token has been through a norm.
+
+    Args:
+        lengths, length: of the members, [B, W, S], and of the mean, [B, W].
     """
-    members, mean = members.float(), mean.float()
-    angles = 1 - F.cosine_similarity(members, mean.unsqueeze(2), dim=-1)
-    return angles.sum(dim=2) * mean.norm(dim=-1)
+    products = torch.einsum("bwsd,bwd->bws", members, mean)
+    return (1 - products / (lengths * length.unsqueeze(-1)).clamp_min(1e-30)).sum(dim=2)

@@ -404,9 +404,16 @@ class Veca(FeatureModel, nn.Module):
             keep: the share of patch tokens that go on after merging, 0.2..1, by default all: the
                 network as published. The features cover the whole grid all the same.
         """
+        cores, keep = self._at_point(cores, keep)
         for layer in self.walk(images, cores, keep=keep):
             last = layer
         return self.output(last)
+
+    def _at_point(self, cores: int | None, keep: float | None) -> tuple[int | None, float | None]:
+        """What a call asks for: where it says neither, what the model's point says."""
+        if cores is None and keep is None and self.point is not None:
+            return self.point.cores, self.point.keep  # type: ignore[return-value]
+        return cores, keep
 
     def remember(
         self, images: Tensor, cores: int | None = None, keep: float | None = None
@@ -418,6 +425,7 @@ class Veca(FeatureModel, nn.Module):
         Args:
             keep: 1 or None: where patches merge, one depends on others.
         """
+        cores, keep = self._at_point(cores, keep)
         check_memorable(self.training, keep)
         keys, values = [], []
         for before, layer in pairwise(self.walk(images, cores)):
@@ -475,10 +483,9 @@ class Veca(FeatureModel, nn.Module):
         self, images: Tensor, cores: int | None = None, keep: float | None = None
     ) -> VecaOutput:
         """The same before the output projection: after the last norm, as wide as the network."""
-        raw = self.forward_intermediates(
-            images, cores, (self.config.depth,), norm=False, keep=keep
-        )[0]
-        return raw._replace(cores=self.norm(raw.cores), patches=self.norm(raw.patches))
+        for layer in self.walk(images, cores, keep=keep):
+            last = layer
+        return self.output(last, project=False)
 
     def cores_only(
         self,
@@ -499,6 +506,7 @@ class Veca(FeatureModel, nn.Module):
             first: how many of the cores are wanted, 1..C, by default all of them.
             projection: False: before the output projection, as wide as the network.
         """
+        cores, keep = self._at_point(cores, keep)
         rows = check_first(first, check_budget(cores, self.config.num_cores))
         for layer in self.walk(images, cores, keep=keep, rows=rows):
             last = layer
@@ -707,12 +715,16 @@ class Veca(FeatureModel, nn.Module):
                 x = block(x, budget, core_rotation, patch_rotation, self.backend, seen, few)
             yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid, periphery)
 
-    def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
-        """What comes out after a layer: through the final norm and output projection, or raw."""
-        x = self.project(self.norm(layer.tokens)) if norm else layer.tokens
+    def output(self, layer: LayerState, norm: bool = True, project: bool = True) -> VecaOutput:
+        """What comes out after a layer: through the final norm and output projection, or raw.
+
+        Without `project` through the norm alone, where there is one.
+        """
+        x = self.norm(layer.tokens) if norm else layer.tokens
+        x = self.project(x) if norm and project else x
         budget = layer.core_xy.shape[1]
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        patches = layer.periphery.spread(x[:, budget:])
+        patches = layer.periphery.spread(x[:, budget:], layer.grid)
         return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
 
 

@@ -30,6 +30,13 @@ def weights(tmp_path):
     return tmp_path / "mine"
 
 
+def test_keep_is_measured_and_named(run, weights, tmp_path, capsys):
+    run(weights, *QUICK, "--cores=8", "--keep=0.5", "--no-dense", "--out", tmp_path / "b")
+    assert "veca, keep 0.5, 8 cores" in capsys.readouterr().out
+    with pytest.raises(InputError, match="keep"):
+        run(weights, *QUICK, "--keep=0", "--out", tmp_path / "c")
+
+
 def test_table_csv_and_plot(run, weights, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
     run(weights, *QUICK, "--cores", "2,8", "--out", tmp_path / "b")

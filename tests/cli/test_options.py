@@ -63,8 +63,9 @@ def test_features(reached, weights, photos, tmp_path):
         weights, "--cores", 3, "--size", "32x48", "--fit", "crop", "--what", "cls", "--format",
         "safetensors", "--dtype", "float32", "--batch-size", 5, "--device", "cpu", "--workers", 2,
         "--root", tmp_path, "--strict", "--overwrite", "--width", "native", "--pca", 4,
+        "--keep", 0.5, "--agreement", 0.98,
     ) == {
-        "width": "native", "pca": 4,
+        "width": "native", "pca": 4, "keep": 0.5, "agreement": 0.98,
         "cores": 3, "size": (32, 48), "fit": "crop", "what": ["cls"], "format": "safetensors",
         "dtype": "float32", "batch_size": 5, "workers": 2, "root": tmp_path, "on_error": "raise",
         "overwrite": True,
@@ -78,10 +79,10 @@ def test_embed(reached, photos, tmp_path):
         "--width", "native", "--pca", 4, "--dtype", "float32", "--precision",
         "bfloat16", "--batch-size", 5, "--workers", 2, "--shard-rows", 7, "--fast-jpeg", "--device",
         "cpu", "--threads", 1, "--engine", "ray", "--address", "here", "--retry-failed",
-        "--strict", "--overwrite",
+        "--strict", "--overwrite", "--keep", 0.5, "--agreement", 0.98,
     ) == {
         "weights": "w", "cores": 3, "size": None, "what": ["cls", "patches"],
-        "width": "native", "pca": 4, "dtype": "float32",
+        "width": "native", "pca": 4, "dtype": "float32", "keep": 0.5, "agreement": 0.98,
         "precision": "bfloat16", "batch_size": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
         "device": "cpu", "threads": 1, "engine": "ray", "address": "here", "retry_failed": True,
         "on_error": "raise", "overwrite": True,
@@ -139,9 +140,10 @@ def test_search(reached, photos, monkeypatch):
     assert reached(
         "veca.embed.search", "search", "folder", photos / "a.png", "--top", 3, "--exact",
         "--weights", "w", "--device", "cpu", "--cores", 3, "--size", "native", "--width", "native",
+        "--keep", 0.5,
     ) == {
         "exact": True, "weights": "w", "device": torch.device("cpu"), "cores": 3, "size": None,
-        "width": "native",
+        "width": "native", "keep": 0.5,
     }  # fmt: skip
 
 

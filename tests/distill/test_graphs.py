@@ -61,12 +61,13 @@ def test_gradients_can_keep_their_place() -> None:
         {},
         {"precision": "bfloat16"},
         {"nested": {"per_step": 2}},
+        {"nested": {"keep": [1.0, 0.5]}},
         {"optimizer": {"accumulate": 2, "clip": 0.5}},
         {"schedule": {"steps": 12, "size": 0, "phases": [{"draw": {"32": 0.5, "48": 0.5}}]}},
         {"siblings": {"smaller": {**GRAPHS, "config": {**GRAPHS["config"], "depth": 1}}}},
         {"ema": 0.9, "data": {"hold_out": 4}, "validation": {"every": 3}},
     ],
-    ids=["plain", "bfloat16", "budgets", "parts", "sizes", "siblings", "validated"],
+    ids=["plain", "bfloat16", "budgets", "keep", "parts", "sizes", "siblings", "validated"],
 )
 def test_recorded_steps_are_the_launched_ones(tmp_path, changes) -> None:
     here = {"device": "cuda", "precision": "float32", "schedule": {"steps": 12}, **changes}

@@ -30,6 +30,7 @@ CHANGES = {
     "data": {"hold_out": 5},
     "validation": {"every": 4, "batch": 2},
     "checkpoint": {"every": 4, "milestones": [4]},
+    "nested": {"keep": [1.0, 0.5]},
     "ema": 0.9,
 }
 

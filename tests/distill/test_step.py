@@ -77,9 +77,9 @@ def test_a_dense_student_makes_one_pass_beside_several_budgets(tmp_path, monkeyp
     passes = []
     plain = steps.one_pass
 
-    def count(trainer, loss, images, targets, cores, share):
+    def count(trainer, loss, images, targets, cores, keep, share):
         passes.append((trainer.dense, cores, share))
-        return plain(trainer, loss, images, targets, cores, share)
+        return plain(trainer, loss, images, targets, cores, keep, share)
 
     monkeypatch.setattr(steps, "one_pass", count)
     nested = {"budgets": [2, 8], "per_step": 2}

@@ -113,10 +113,10 @@ def test_each_step_draws_a_budget_unless_asked_otherwise(
     budgets = []
     forward = veca.Veca.forward
 
-    def spy(self, images, cores=None):
+    def spy(self, images, cores=None, keep=None):
         if self.training:
             budgets.append(cores)
-        return forward(self, images, cores)
+        return forward(self, images, cores, keep)
 
     monkeypatch.setattr(veca.Veca, "forward", spy)
     args = _options(folders[0], weights, tmp_path / "out", steps=12, batch=1, size=32)

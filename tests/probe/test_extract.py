@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ import torch
 from probe import sets
 from probe.test_backbone import teacher
 from veca.errors import ImageError, OutputError
+from veca.model import Veca
 from veca.probe import ProbeError, TeacherBackbone
 from veca.probe.cache import Entry
 from veca.probe.datasets import open_dataset
-from veca.probe.extract import DENSE, GLOBAL, PART_SIZE, ExtractionSummary, Want, _key, extract
+from veca.probe.extract import CLS, DENSE, GLOBAL, PART_SIZE, ExtractionSummary, Want, _key, extract
+from veca.probe.live import batch_features, global_features
 from veca.probe.protocol import CropView, WindowView
+from veca.probe.tasks.shared import square_wants
 from veca.probe.views import FrameView, SquareView
 
 
@@ -72,6 +76,29 @@ def test_equal_to_the_model_alone(dataset, tmp_path, stack):
     assert both.shape == (len(dataset), 64)
     assert torch.equal(both[:, :32], stored.matrix("cls"))
     assert stored.sizes().tolist() == [[40, 52]] * len(dataset)
+
+
+def test_cls_alone_runs_no_patches(dataset, tmp_path, stack, monkeypatch):
+    backbone = sets.backbone(4)
+    both, alone = (Want(backbone, square(), kind) for kind in (GLOBAL, CLS))
+    (wanted,), _ = run(dataset, [both], tmp_path / "c", stack)
+    monkeypatch.setattr(Veca, "forward", None)
+    (found,), summary = run(dataset, [alone], tmp_path / "c", stack)
+    assert summary.reused == 0 and summary.computed > 0
+    torch.testing.assert_close(found.matrix("cls"), wanted.matrix("cls"), atol=1e-5, rtol=1e-5)
+    pixels = [square().show(dataset.image(i)).pixels[0] for i in range(2)]
+    drawn = batch_features(alone, pixels, 16, 2)
+    torch.testing.assert_close(
+        global_features(drawn, "cls"), wanted.matrix("cls")[:2], atol=1e-5, rtol=1e-5
+    )
+    assert drawn.patches.shape[1] == 0
+
+
+@pytest.mark.parametrize(("features", "kind"), [("cls", CLS), ("cls+mean", GLOBAL)])
+def test_what_a_protocol_wants_is_what_is_computed(dataset, features, kind):
+    rows = [(sets.backbone(4), 32)]
+    setup = SimpleNamespace(sizes=[32], cell=16, rows=rows)
+    assert [w.kind for w in square_wants(setup, CropView(32, 1.0, "bicubic"), features)] == [kind]
 
 
 def test_one_decode_for_all_budgets_and_sizes(dataset, tmp_path, stack, monkeypatch):

@@ -53,7 +53,8 @@ def patch_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -
         q: [B, H, n, d] of the patches, turned.
         k, v: [B or 1, H, C, d] of the cores, the keys turned.
     """
-    k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    if k.shape[0] != q.shape[0]:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, scale=scale)
 
 

@@ -1,5 +1,6 @@
 """Time and memory of networks side by side, on this machine, against resolution and budget."""
 
+from veca._util.machine import Machine, machine
 from veca._util.moved import moved
 from veca.bench.measure import (
     DENSE,
@@ -15,9 +16,7 @@ from veca.bench.measure import (
     take_turns,
 )
 from veca.bench.report import (
-    Machine,
     by_contender,
-    machine,
     plot,
     scaling_exponent,
     scaling_sizes,

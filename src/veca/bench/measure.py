@@ -22,7 +22,7 @@ from torch import Tensor
 
 from veca._util.cuda import side_stream
 from veca._util.memory import is_out_of_memory, peak_tensor_memory
-from veca.checks import check_budget
+from veca.checks import check_budget, check_keep
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
 from veca.engine import compile_for_inference
@@ -70,6 +70,8 @@ class BenchPlan:
     """Time spent on the rounds of each size, at least."""
     limit: float = 120.0
     """No new round begins after this many seconds at one size, whatever `repeats` says."""
+    keep: float = 1.0
+    """Share of patch tokens that go on in the VECA network."""
     graph: bool = False
     """CUDA only: time the replay of a captured graph, without the cost of launching kernels."""
 
@@ -84,6 +86,7 @@ class BenchPlan:
         for size in self.sizes:
             _require_whole("sizes", size)
         check_choice("dtype", self.dtype, DTYPES)
+        object.__setattr__(self, "keep", check_keep(self.keep))
         if self.graph and torch.device(self.device).type != "cuda":
             raise InputError(f"graph replay needs a CUDA device, got {self.device!r}.")
 
@@ -200,17 +203,19 @@ def contenders_for(
     ours = copy.deepcopy(model).to(device, dtype).eval()
 
     def at_budget(budget: int) -> Callable[[Tensor], object]:
-        return lambda images: ours(images, cores=budget)
+        return lambda images: ours(images, cores=budget, keep=plan.keep)
 
-    contenders += [Contender("veca", at_budget(budget), budget) for budget in cores]
+    merged = "" if plan.keep == 1 else f", keep {plan.keep:g}"
+    contenders += [Contender(f"veca{merged}", at_budget(budget), budget) for budget in cores]
     if device.type == "cuda":
         engine = compile_for_inference(ours, dtype=dtype, cache=len(cores))
 
         def by_engine(budget: int) -> Callable[[Tensor], object]:
-            return lambda images: engine(images, cores=budget)
+            return lambda images: engine(images, cores=budget, keep=plan.keep)
 
         contenders += [
-            Contender("veca engine", by_engine(budget), budget, own_graph=True) for budget in cores
+            Contender(f"veca engine{merged}", by_engine(budget), budget, own_graph=True)
+            for budget in cores
         ]
     return contenders
 

@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import math
-import os
-import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from veca._util.extras import require
 from veca._util.files import atomic_write
+from veca._util.machine import Machine
 from veca.bench.measure import DENSE, BenchRow
 from veca.errors import InputError
-from veca.version import __version__
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the numbers come from."""
-
-    cpu: str
-    cpu_count: int
-    gpu: str
-    os: str
-    python: str
-    torch: str
-    veca: str
-    date: str
 
 
 def scaling_exponent(
@@ -75,29 +55,6 @@ def by_contender(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     for row in sorted(rows, key=lambda row: row.size):
         groups.setdefault(row.label, []).append(row)
     return {label: groups[label] for label in dict.fromkeys(row.label for row in rows)}
-
-
-def machine(device: torch.device | str = "cpu") -> Machine:
-    """This machine, as the CSV records it."""
-    on_gpu = torch.device(device).type == "cuda"
-    return Machine(
-        cpu=_cpu_name(),
-        cpu_count=os.cpu_count() or 0,
-        gpu=torch.cuda.get_device_name(device) if on_gpu else "",
-        os=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        veca=__version__,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    )
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def write_csv(path: str | Path, rows: Sequence[BenchRow], where: Machine) -> None:

@@ -35,6 +35,9 @@ def bench(
     cores: Annotated[
         str | None, typer.Option(help="Budgets, such as 8,64.", show_default="8 and all")
     ] = None,
+    keep: Annotated[
+        float, typer.Option(help="The share of patch tokens that go on after merging, 0.2 to 1.")
+    ] = 1.0,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 1,
     device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -71,6 +74,7 @@ def bench(
         repeats=repeats,
         seconds=seconds,
         limit=limit,
+        keep=keep,
         graph=graph,
     )
     name, network = library.find_model(model)
@@ -80,7 +84,7 @@ def bench(
     where = library.machine(plan.device)
     rows: list[BenchRow] = []
 
-    def keep(new: list[BenchRow]) -> None:
+    def write(new: list[BenchRow]) -> None:
         rows.extend(new)
         # After each size, so that what is stopped half way leaves its first half.
         library.write_csv(out / "bench.csv", rows, where)
@@ -94,7 +98,7 @@ def bench(
             dense=dense,
             name=name,
             progress=status.update,
-            on_rows=keep,
+            on_rows=write,
         )
 
     console.print(_table(rows))

@@ -10,7 +10,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.table import Table
 from veca._util.numbers import count as count
 from veca._util.numbers import parse_numbers as parse_numbers
 from veca.config import DEFAULT_SIZE
-from veca.errors import InputError, OutputError
+from veca.errors import InputError, OutputError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -258,6 +258,74 @@ def takes_max_pixels(command: _Command) -> _Command:
     run.__annotations__ = {name: p.annotation for name, p in own.parameters.items()}
     run.__annotations__["max_pixels"] = MaxPixels
     return cast(_Command, run)
+
+
+Point = Annotated[
+    Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="A point.json of veca tune: what of it is not given here is taken from there.",
+    ),
+]
+
+
+PointOptions: TypeAlias = Mapping[str, tuple[str, Callable[[Any], Any]]]
+"""By a field of `veca.points.OperatingPoint`, the parameter that it stands for, and how its value
+is written there."""
+
+
+def takes_point(command: _Command, options: PointOptions) -> _Command:
+    """A command with the option --point, which stands for options that are not typed."""
+
+    @functools.wraps(command)
+    def run(
+        *args: Any, point_context: typer.Context, point: Path | None = None, **given: Any
+    ) -> Any:
+        if "context" in inspect.signature(command).parameters:
+            given["context"] = point_context
+        if point is not None:
+            given |= _from_point(point, point_context, given, options)
+        return command(*args, **given)
+
+    own = inspect.signature(command, eval_str=True)
+    kept = [p for p in own.parameters.values() if p.name != "context"]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    asked = [
+        inspect.Parameter("point", keyword, default=None, annotation=Point),
+        inspect.Parameter("point_context", keyword, annotation=typer.Context),
+    ]
+    run.__signature__ = own.replace(parameters=[*kept, *asked])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*kept, *asked]}
+    return cast(_Command, run)
+
+
+def _from_point(
+    path: Path,
+    context: typer.Context,
+    given: Mapping[str, Any],
+    options: PointOptions,
+) -> dict[str, Any]:
+    """Values of a point for the options that were not typed; warns where it is of others."""
+    from veca.points import machine_name, read_point
+    from veca.weights import weights_hash
+
+    point = read_point(path)
+    taken = {}
+    for field, (name, written) in options.items():
+        source = context.get_parameter_source(name)
+        typed = source is not None and source.name == "COMMANDLINE"
+        if not typed and getattr(point, field) is not None:
+            taken[name] = written(getattr(point, field))
+    used = {**given, **taken}[options["weights"][0]]
+    machine = point.machine
+    if "device" in given and str(given.get("engine", "local")).endswith("local"):
+        machine = machine_name(pick_device(given["device"]))
+    for one in used if isinstance(used, list) else [used]:
+        name = one.partition("=")[2] or one  # a probe's NAME=PATH
+        with contextlib.suppress(WeightsError):  # which the command will say itself
+            point.warn_of_others(weights=name, sha256=weights_hash(name), machine=machine)
+    return taken
 
 
 @contextlib.contextmanager

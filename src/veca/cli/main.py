@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from veca.cli.bench import bench
 from veca.cli.cache import cache
-from veca.cli.common import takes_max_pixels
+from veca.cli.common import PointOptions, takes_max_pixels, takes_point
 from veca.cli.datasets import datasets
 from veca.cli.demo import demo
 from veca.cli.distill import distill
@@ -30,6 +30,7 @@ from veca.cli.quickstart import quickstart
 from veca.cli.recipes import recipes
 from veca.cli.report import report
 from veca.cli.search import search
+from veca.cli.tune import tune
 from veca.cli.viz import viz
 from veca.errors import InputError, VecaError, VecaWarning, suggest
 
@@ -87,15 +88,43 @@ app = typer.Typer(
 # Typer's own, wherever it keeps it: recent versions carry a copy of click inside.
 _UsageError: Any = typer.BadParameter.__base__
 
-_READ_IMAGES = {quickstart, features, viz, demo, pack, distill, probe, embed, search}
+_READ_IMAGES = {quickstart, features, viz, demo, pack, distill, probe, embed, search, tune}
+_FEATURES: PointOptions = {
+    "weights": ("weights", str),
+    "size": ("size", str),
+    "cores": ("cores", lambda cores: cores),
+    "keep": ("keep", str),
+    "agreement": ("agreement", float),
+    "precision": ("precision", str),
+}
+_POINTS: dict[Any, PointOptions] = {
+    features: _FEATURES,
+    embed: _FEATURES,
+    probe: {
+        "weights": ("weights", lambda weights: [weights]),
+        **{name: (name, str) for name in ("size", "cores", "keep")},
+        "agreement": ("agreement", float),
+        "precision": ("set_", lambda precision: [f"extract.dtype={precision}"]),
+    },
+    export: {"weights": ("weights", str), "cores": ("cores", str), "keep": ("keep", float)},
+    bench: {
+        "weights": ("model", str),
+        "size": ("sizes", str),
+        "cores": ("cores", str),
+        "keep": ("keep", float),
+        "precision": ("dtype", str),
+    },
+}
+"""What a point stands for in each command: its fields as the parameters are written."""
 for command in (
     *(quickstart, info, features, viz, demo),
     *(pack, recipes, distill, datasets, probe, report),
     *(embed, search),
-    *(bench, export, import_, publish),
+    *(bench, tune, export, import_, publish),
     *(cache,),
 ):
     run = takes_max_pixels(command) if command in _READ_IMAGES else command
+    run = takes_point(run, _POINTS[command]) if command in _POINTS else run
     app.command(name=command.__name__.rstrip("_"), cls=_Command)(run)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from veca._util.memory import peak_tensor_memory
+from veca._util.numbers import count
 from veca.cost import cost
 from veca.distill.config import DistillConfig
 from veca.distill.data import Images, ImageSplit, open_data, training_loader
@@ -82,7 +83,7 @@ def dry_run(
         "targets and loss": memory.targets,
         "images": memory.images,
     }
-    counted = ", ".join(f"{name} {in_bytes(count)}" for name, count in parts.items())
+    counted = ", ".join(f"{name} {in_bytes(taken)}" for name, taken in parts.items())
     budget = f" with {step.budgets[-1]} cores" if group.elastic else ""
     measured = f", peak {in_bytes(peak)} beside the weights" if math.isfinite(peak) else ""
     lines += [
@@ -136,6 +137,8 @@ def describe(
     samples = round(samples * plan.steps / max(1, min(plan.steps, 1000)))
     precision = "bfloat16 autocast" if group.main.half else "float32"
     cooling = f", {plan.cooldown:,} of cool-down" if plan.cooldown else ""
+    processes = count(world.size, "process", "processes")
+    together = "" if world.kind == "none" else f" together by {world.kind}"
     return [
         *(_student_line(name, trainer, done) for name, trainer in group.trainers.items()),
         *(_teacher_line(teachers, i) for i in range(len(teachers))),
@@ -145,7 +148,7 @@ def describe(
         *([f"budgets: {budgets}"] if group.elastic else []),
         f"optimiser: {o.name}, learning rate {o.lr:g} to {o.lr_min:g}, weight decay "
         f"{o.weight_decay:g}",
-        f"device: {world.device}, {world.size} process(es), {world.kind}, {precision}",
+        f"device: {world.device}, {processes}{together}, {precision}",
     ]
 
 

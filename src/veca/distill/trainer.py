@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from veca._util.numbers import count
 from veca.distill.config import DistillConfig, StudentConfig
 from veca.distill.graphs import PassGraphs
 from veca.distill.losses import DistillLoss
@@ -91,9 +92,10 @@ class StudentTrainer:
         self.graphs: PassGraphs | None = None
         if self.settings.graphs:
             if self.world.device.type != "cuda" or self.world.kind != "none":
+                processes = count(self.world.size, "process", "processes")
                 raise DistillError(
-                    f"graphs records a student's passes on one CUDA GPU, this is {self.world.size} "
-                    f"process(es) on {self.world.device}; set student.graphs to false, and that of "
+                    f"graphs records a student's passes on one CUDA GPU, this is {processes} on "
+                    f"{self.world.device}; set student.graphs to false, and that of "
                     "siblings too."
                 )
             self.graphs = PassGraphs(self.parameters)

@@ -41,10 +41,10 @@ def at_revision(repo: object, revision: str | None) -> str:
 
 def fetched_before(repo: str) -> bool:
     """Whether the hub's cache on this machine holds something of a repository."""
-    import huggingface_hub
+    from huggingface_hub import constants
 
     name = repo.partition("@")[0].replace("/", "--")
-    return Path(huggingface_hub.constants.HF_HUB_CACHE, f"models--{name}").is_dir()
+    return Path(constants.HF_HUB_CACHE, f"models--{name}").is_dir()
 
 
 def download(repo: str, wanted: Sequence[str]) -> Path:

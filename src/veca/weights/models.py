@@ -10,10 +10,11 @@ import torch
 
 from veca import model as models
 from veca._util.device import usable_device
-from veca.config import PRESETS, VecaConfig
-from veca.errors import ConfigError
+from veca.config import AUTO, PRESETS, VecaConfig
+from veca.errors import ConfigError, check_choice
 from veca.images.find import natural_key
 from veca.model import Veca
+from veca.points import OperatingPoint, machine_name, read_point
 from veca.weights import hub, names, store
 from veca.weights import tensors as ts
 
@@ -44,9 +45,10 @@ def load(
     source: str | os.PathLike[str],
     *,
     device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = torch.float32,
+    dtype: torch.dtype | str | None = AUTO,
     backend: str = "auto",
     revision: str | None = None,
+    point: str | os.PathLike[str] | OperatingPoint | None = None,
 ) -> Veca:
     """A model with stored weights, in eval mode. Nothing in a file is ever executed.
 
@@ -54,18 +56,33 @@ def load(
         source: a name (`veca_small_patch16`, or `small`), a folder, a `.safetensors` file, or a
             repository of the Hugging Face hub, `owner/name` or `owner/name@revision`. What exists
             on this machine comes first.
-        dtype: of the weights in memory; None keeps the stored one.
+        dtype: of the weights in memory; None keeps the stored one. By default that of the point,
+            or float32.
         backend: the attention backend, as in `create_model`.
         revision: of a repository: a branch, a tag or, to pin it, the hash of a commit. The same as
             `owner/name@revision`.
+        point: the point.json of `veca tune`. Calls that say neither `cores` nor `keep` work there,
+            and `model.preprocess` takes its size. A point of other weights or of another machine
+            is a warning that names both.
     """
     if revision is not None:
         source = hub.at_revision(source, revision)
+    chosen = None if point is None else read_point(point)
+    if isinstance(dtype, str):
+        check_choice("dtype", dtype, [AUTO])
+        dtype = getattr(torch, chosen.precision) if chosen else torch.float32
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source, (*store.FILES, *store.BESIDE))
     model = store.load_local(path, device=place, dtype=dtype, backend=backend)
     model.name = names.called(source, path)
+    if chosen is not None:
+        chosen.warn_of_others(
+            weights=model.name or os.fspath(source),
+            sha256=store.read_hash(path),
+            machine=machine_name(place),
+        )
+        model.point = chosen
     return model
 
 
