@@ -19,8 +19,8 @@ FACES = {"cli", "app", "research"}
 """Nobody imports these, but for the entries below."""
 ENTRIES = {("__main__", "cli"), ("cli", "app")}
 
-USERS = {"bench", "collections", "embed", "export", "features", "integrations", "probe",
-         "quickstart", "serve", "viz", *FACES}  # fmt: skip
+USERS = {"bench", "collections", "embed", "export", "features", "integrations", "large",
+         "probe", "quickstart", "serve", "viz", *FACES}  # fmt: skip
 ABOVE = {
     "attention": {"model", "dense", "cost", "weights", "engine", *USERS},
     "model": {"engine", *USERS},

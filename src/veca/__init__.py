@@ -13,6 +13,7 @@ from veca.version import __version__
 
 if TYPE_CHECKING:
     from veca import attention, features
+    from veca.core_memory import CoreMemory
     from veca.dense import DenseVit
     from veca.engine import InferenceEngine, compile_for_inference
     from veca.images import preprocess
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PRESETS",
+    "CoreMemory",
     "DenseVit",
     "InferenceEngine",
     "Veca",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 
 _PLACES = {
+    "CoreMemory": "core_memory",
     "DenseVit": "dense",
     "InferenceEngine": "engine",
     "Veca": "model",
@@ -64,8 +67,8 @@ _PLACES = {
 }
 _MODULES = {
     *("attention", "bench", "collections", "data", "dense", "distill", "embed", "engine"),
-    *("export", "features", "images", "integrations", "model", "points", "probe", "quickstart"),
-    *("rope", "teachers", "tune", "viz", "weights"),
+    *("export", "features", "images", "integrations", "large", "model", "points", "probe"),
+    *("quickstart", "rope", "teachers", "tune", "viz", "weights"),
 }
 
 

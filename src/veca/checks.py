@@ -110,6 +110,20 @@ def dial(keep: float | str | None, agreement: float | None = None) -> dict[str, 
     return {name: value for name, value in given.items() if value is not None}
 
 
+def check_memorable(training: bool, keep: float | None) -> None:
+    """Refuse a pass whose patches cannot be had again one by one."""
+    if training:
+        raise InputError(
+            "a core memory belongs to the model in eval mode; in training the places of the "
+            "patches are drawn at random. Call model.eval() first."
+        )
+    if keep is not None and keep != 1:
+        raise InputError(
+            f"a core memory belongs to the pass over every patch, got keep={keep!r}: merged "
+            "patches depend on each other. Ask for keep=1."
+        )
+
+
 def check_layers(layers: Sequence[int] | None, depth: int) -> list[int]:
     """The layers to show: `layers`, or all of them when it is None."""
     if layers is None:

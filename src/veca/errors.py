@@ -47,6 +47,14 @@ class WeightsError(VecaError, ValueError):
     """A weights file or folder that cannot be found, read, trusted or written."""
 
 
+class CoreMemoryError(VecaError, ValueError):
+    """A core memory that cannot be read or written, or that belongs to other weights."""
+
+
+class LargeError(VecaError, ValueError):
+    """A large picture that cannot be read, or a pass over one that cannot start or go on."""
+
+
 class OutputError(VecaError, OSError):
     """A result that cannot be written where it was asked for."""
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from veca import rope
-from veca.attention import BACKENDS, core_attention
+from veca.attention import BACKENDS, core_attention, patch_rows
 from veca.checks import (
     check_blocks,
     check_budget,
@@ -31,8 +31,10 @@ from veca.checks import (
     check_images,
     check_keep,
     check_layers,
+    check_memorable,
 )
 from veca.config import VecaConfig, preset
+from veca.core_memory import CoreMemory, weights_stamp
 from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, merge, merge_plan
@@ -181,8 +183,20 @@ class CoreAttention(nn.Module):
             multiplicity=multiplicity,
             backend=backend,
         )
+        return self.joined(mixed)
+
+    def joined(self, mixed: Tensor) -> Tensor:
+        """What the heads found [B, H, T, d], through the output projection: [B, T, D]."""
         out = self.out(mixed.transpose(1, 2).flatten(2))
         return F.dropout(out, self.dropout, self.training)
+
+    def queries(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """[B, T, D] -> [B, H, T, d], turned."""
+        return rope.rotate(self.split_heads(self.q(x)), rotation)
+
+    def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """[B, T, D] -> [B, H, T, d] each, the keys turned."""
+        return rope.rotate(self.split_heads(self.k(x)), rotation), self.split_heads(self.v(x))
 
     def core_to_patch(
         self,
@@ -278,7 +292,16 @@ class Block(nn.Module):
         x = (x if rows is None else x[:, :rows]) + self.attn(
             self.norm_attn(x), num_cores, *tables, backend, multiplicity, rows
         )
+        return self.feed(x)
+
+    def feed(self, x: Tensor) -> Tensor:
+        """The feed-forward half of the block."""
         return x + self.ffn(self.norm_ffn(x))
+
+    def read(self, patches: Tensor, keys: Tensor, values: Tensor, rotation: Rotation) -> Tensor:
+        """Patches alone [B, n, D]: they see nothing but the cores' `keys` and `values`."""
+        queries = self.attn.queries(self.norm_attn(patches), rotation)
+        return self.feed(patches + self.attn.joined(patch_rows(queries, keys, values)))
 
 
 class LayerState(NamedTuple):
@@ -398,6 +421,70 @@ class Veca(FeatureModel, nn.Module):
         if cores is None and keep is None and self.point is not None:
             return self.point.cores, self.point.keep  # type: ignore[return-value]
         return cores, keep
+
+    def remember(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> tuple[VecaOutput, CoreMemory]:
+        """What `forward` gives, and the memory from which `read` gives any region again.
+
+        The model is in eval mode: in training the places of the patches are drawn at random.
+
+        Args:
+            keep: 1 or None: where patches merge, one depends on others.
+        """
+        cores, keep = self._at_point(cores, keep)
+        check_memorable(self.training, keep)
+        keys, values = [], []
+        for before, layer in pairwise(self.walk(images, cores)):
+            block = cast(Block, self.blocks[layer.number - 1])
+            normed = block.norm_attn(before.tokens[:, : layer.core_xy.shape[1]])
+            key, value = block.attn.keys_and_values(normed, layer.core_rotation)
+            keys.append(key)
+            values.append(value)
+        out = self.output(layer)
+        memory = CoreMemory(
+            torch.stack(keys),
+            torch.stack(values),
+            out.cores,
+            out.core_xy,
+            out.grid,
+            self.config.patch_size,
+            weights_stamp(self),
+        )
+        return out, memory
+
+    def read(
+        self,
+        memory: CoreMemory,
+        images: Tensor,
+        at: tuple[int, int] | Sequence[tuple[int, int]],
+    ) -> VecaOutput:
+        """A region's features as the pass over the whole picture gave them, from its own pixels.
+
+        Args:
+            memory: from `remember`, or `CoreMemory.load`.
+            images: the region's pixels [B, 3, h, w], normalised; or, with the memory of one
+                picture, those of B regions of it.
+            at: the region's first pixel (row, column) in the picture, both multiples of the patch
+                size; or one for each of the B.
+
+        Returns:
+            The region's patches; the cores are the whole picture's, the grid is the region's.
+        """
+        c = self.config
+        check_memorable(self.training, None)
+        shape = check_images(images, c.in_channels, c.patch_size)
+        check_finite(images)
+        memory = memory.fitted_to(self, weights_stamp(self))
+        corners = memory.corners(at, shape, images.shape[0])
+        xy = [rope.region_coordinates(memory.grid, x, shape, images.device) for x in corners]
+        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, images.device)
+        rotation = rope.rotation(torch.stack(xy), periods)
+        patches = self.patch_embed(images.to(self.dtype)).flatten(2).transpose(1, 2)
+        for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
+            patches = cast(Block, block).read(patches, keys, values, rotation)
+        cores, core_xy = (x.expand(len(patches), -1, -1) for x in (memory.cores, memory.core_xy))
+        return VecaOutput(cores, self.project(self.norm(patches)), core_xy, shape)
 
     def tokens(
         self, images: Tensor, cores: int | None = None, keep: float | None = None

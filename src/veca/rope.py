@@ -26,9 +26,22 @@ class Rotation(NamedTuple):
 
 def grid_coordinates(height: int, width: int, device: torch.device | None = None) -> Tensor:
     """Centres of a height x width grid of patches as (x, y) in [-1, 1]: [height * width, 2]."""
-    y = (torch.arange(height, device=device, dtype=torch.float32) + 0.5) / height * 2.0 - 1.0
-    x = (torch.arange(width, device=device, dtype=torch.float32) + 0.5) / width * 2.0 - 1.0
-    return torch.stack([x.repeat(height), y.repeat_interleave(width)], dim=-1)
+    return region_coordinates((height, width), (0, 0), (height, width), device)
+
+
+def region_coordinates(
+    grid: tuple[int, int],
+    at: tuple[int, int],
+    shape: tuple[int, int],
+    device: torch.device | None = None,
+) -> Tensor:
+    """Those of a region of `shape` (rows, columns) whose first patch is `at` (row, column)."""
+    (height, width), (rows, columns) = grid, shape
+    y = torch.arange(rows, device=device, dtype=torch.float32)
+    x = torch.arange(columns, device=device, dtype=torch.float32)
+    y = (y + at[0] + 0.5) / height * 2.0 - 1.0
+    x = (x + at[1] + 0.5) / width * 2.0 - 1.0
+    return torch.stack([x.repeat(rows), y.repeat_interleave(columns)], dim=-1)
 
 
 def augment_coordinates(

@@ -67,7 +67,7 @@ def test_a_full_disk_is_an_error_and_the_old_one_stays(tmp_path, monkeypatch) ->
             raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path, **more)
 
-    monkeypatch.setattr("veca.weights.tensors.save_file", full)
+    monkeypatch.setattr("veca._util.tensor_file.save_file", full)
     store.save(2, sections(2), {}, best=True)
     with pytest.raises(OutputError, match="No space left"):
         store.wait()

@@ -238,7 +238,7 @@ def test_a_full_disk_in_the_middle_of_a_run(finished, tmp_path, monkeypatch) -> 
             raise OSError(errno.ENOSPC, "No space left on device")
         real(tensors, path, **more)
 
-    monkeypatch.setattr("veca.weights.tensors.save_file", full)
+    monkeypatch.setattr("veca._util.tensor_file.save_file", full)
     with pytest.raises(OutputError, match="No space left"):
         distill(settings(**changes), tmp_path / "run")
     monkeypatch.undo()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
+from veca._util import tensor_file as stored
 from veca.distill import DistillConfig, distill, loop
 from veca.distill.parallel import launch
-from veca.weights import tensors as stored
 
 
 def kill_in_save(step: int) -> None:

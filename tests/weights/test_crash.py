@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from veca._util import files
+from veca._util import files, tensor_file
 from veca.errors import OutputError
 from veca.model import Veca, create_model
 from veca.weights import load, read_config, read_provenance, save, store
@@ -70,7 +70,7 @@ def test_an_error_while_writing(
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr("veca.weights.tensors.save_file", half)
+    monkeypatch.setattr("veca._util.tensor_file.save_file", half)
     with pytest.raises(error):
         save(new(), old)
     assert {path.name: path.read_bytes() for path in old.iterdir()} == before
@@ -102,8 +102,8 @@ STOPS = {
 SAVERS = """
 import os, sys, time
 from veca import create_model
-from veca._util import files
-from veca.weights import save, store, tensors
+from veca._util import files, tensor_file
+from veca.weights import save, store
 
 folder, stops, changes = sys.argv[1], sys.argv[2].split(";"), eval(sys.argv[3])
 
@@ -130,7 +130,7 @@ for index, stop in enumerate(stops):
         children.append(child)
         continue
     if index == 0:
-        tensors.save_file = write_half
+        tensor_file.save_file = write_half
     elif index == 1:
         store._without_stale_config = halt
     else:

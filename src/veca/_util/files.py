@@ -188,6 +188,24 @@ def commit(temporary: Path, path: str | os.PathLike[str]) -> None:
         flush_folder(target.parent)
 
 
+def reserve(file: IO[bytes], size: int) -> None:
+    """Make a file `size` bytes long and, where the system can, have them on the disk from now on.
+
+    A disk that fills up later would end hours of work.
+    """
+    if os.fstat(file.fileno()).st_size == size:
+        return
+    if hasattr(os, "posix_fallocate"):  # not on macOS and Windows
+        os.posix_fallocate(file.fileno(), 0, size)
+    file.truncate(size)
+
+
+def write_all(file: IO[bytes], data: memoryview) -> None:
+    """Write all bytes to a file without a buffer, which may take a part of them at a time."""
+    while data:
+        data = data[file.write(data) :]
+
+
 def flush(path: Path) -> None:
     """Wait until a file's content is on the disk."""
     with path.open("rb+") as file:

@@ -39,13 +39,23 @@ def core_attention(
         return cores
     if patch_rotation is not None:
         q_patches = rotate(q_patches, patch_rotation)
-    patches = scaled_dot_product_attention(
-        q_patches, k[:, :, :num_cores], v[:, :, :num_cores], scale=scale
-    )
+    patches = patch_rows(q_patches, k[:, :, :num_cores], v[:, :, :num_cores], scale=scale)
     if multiplicity is not None and not _all_present(multiplicity):
         patches = present(patches, multiplicity)
     # Joined as [B, T, H, d], so that the caller's [B, T, H * d] is a view.
     return torch.cat([cores.transpose(1, 2), patches.transpose(1, 2)], dim=1).transpose(1, 2)
+
+
+def patch_rows(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
+    """What patches take from the cores, which is all that they see: [B, H, n, d].
+
+    Args:
+        q: [B, H, n, d] of the patches, turned.
+        k, v: [B or 1, H, C, d] of the cores, the keys turned.
+    """
+    if k.shape[0] != q.shape[0]:
+        k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    return scaled_dot_product_attention(q, k, v, scale=scale)
 
 
 def _all_present(multiplicity: Tensor) -> bool:

@@ -1,0 +1,140 @@
+"""What a stopped pass needs to go on: a folder with a manifest, the layers so far, and the sums.
+
+Everything is replaced in one step, so that the process may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from veca._util import files, tensor_file
+from veca.attention import PartialAttention
+from veca.errors import LargeError, VecaError, shown
+from veca.large.layers import LayerStart
+
+MANIFEST, SUMS, STATES = "manifest.json", "sums.safetensors", "states.bin"
+_FORMAT = 1
+
+
+class Journal:
+    """The folder of one pass; without a folder nothing is kept.
+
+    Attributes:
+        resumed: an earlier pass was found in the folder.
+        layers: how each layer began, so far.
+        tiles: those of the layer that is under way which are done.
+        sums: what the cores took from them.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.resumed = False
+        self.layers: list[LayerStart] = []
+        self.tiles = 0
+        self.sums: PartialAttention | None = None
+
+    @contextlib.contextmanager
+    def opened(self, settings: Mapping[str, Any], device: torch.device) -> Iterator[Journal]:
+        """Take the folder, and what an earlier pass of the same settings left in it."""
+        if self.folder is None:
+            yield self
+            return
+        busy = f"another pass is using {self.folder}; wait for it, or name another folder."
+        with files.exclusive(self.folder / "lock", busy):
+            self._begin({"format": _FORMAT, **settings})
+            if self.resumed:
+                self._recover(device)
+            try:
+                yield self
+            finally:
+                if not self.layers:  # nothing has been done that could be gone on with
+                    self.remove()
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        assert self.folder is not None
+        manifest = self.folder / MANIFEST
+        if not manifest.exists():
+            with contextlib.suppress(FileNotFoundError):
+                strange = {path.name for path in self.folder.iterdir()} - {"lock", STATES}
+                if strange:
+                    raise LargeError(
+                        f"{self.folder} holds other things ({sorted(strange)[0]}); name a folder "
+                        "of its own for the state of a pass."
+                    )
+            files.atomic_write_json(manifest, settings)
+            return
+        found = files.read_json(manifest, LargeError)
+        for name in settings.keys() | found.keys():
+            if found.get(name) != settings.get(name):
+                raise LargeError(
+                    f"{self.folder} holds a stopped pass with another {name} "
+                    f"({shown(found.get(name))}, now {shown(settings.get(name))}); ask for that, "
+                    "or remove the folder to begin anew."
+                )
+        self.resumed = True
+
+    def _recover(self, device: torch.device) -> None:
+        for number in range(1, 10_000):
+            path = self._layer(number)
+            try:
+                tensors, _ = tensor_file.read_file(path, LargeError)
+                start = LayerStart(**{name: tensors[name] for name in LayerStart._fields})
+            except (VecaError, KeyError):  # not there, or cut short when the power went
+                break
+            self.layers.append(LayerStart(*(tensor.to(device) for tensor in start)))
+        assert self.folder is not None
+        with contextlib.suppress(OSError, ValueError, KeyError, safetensors.SafetensorError):
+            tensors = safetensors.torch.load((self.folder / SUMS).read_bytes())
+            number, tiles = tensors.pop("place").tolist()
+            if number == len(self.layers):
+                self.sums = PartialAttention(*(tensors[n] for n in PartialAttention._fields))
+                self.sums = PartialAttention(*(part.to(device) for part in self.sums))
+                self.tiles = tiles
+
+    def _layer(self, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"layer-{number:03d}.safetensors"
+
+    def begin_layer(self, start: LayerStart) -> None:
+        """A layer begins; its number is one more than those before."""
+        self.layers.append(start)
+        self.tiles, self.sums = 0, None
+        if self.folder is not None:
+            tensor_file.write_file(start._asdict(), self._layer(len(self.layers)))
+
+    def forget_tiles(self) -> None:
+        """Begin the layer that is under way anew."""
+        self.tiles, self.sums = 0, None
+
+    def add_tile(self, tiles: int, sums: PartialAttention) -> None:
+        """So many tiles of the layer are done. Not flushed: a killed process loses nothing, and
+        when the power goes the layer begins anew."""
+        self.tiles, self.sums = tiles, sums
+        if self.folder is None:
+            return
+        place = torch.tensor([len(self.layers), tiles])
+        tensors = {name: part.cpu().contiguous() for name, part in sums._asdict().items()}
+        target = self.folder / SUMS
+        temporary = target.with_suffix(".new")
+        with files.output_errors(target):
+            temporary.write_bytes(safetensors.torch.save({**tensors, "place": place}))
+            os.replace(temporary, target)  # noqa: PTH105
+
+    def remove(self) -> None:
+        """Nothing that was kept is needed any more; what else is in the folder stays."""
+        if self.folder is None:
+            return
+        ours = [self.folder / name for name in (SUMS, STATES)]
+        for path in (*ours, *self.folder.glob("layer-*.safetensors"), self.folder / MANIFEST):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.folder / "lock").unlink(missing_ok=True)
+            self.folder.rmdir()

@@ -1,0 +1,79 @@
+"""One layer over parts of a picture: the cores begin it, patches go through it, the cores end it.
+
+The same for tiles that come one after the other and for regions that lie on several machines.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from veca import rope
+from veca.attention import PartialAttention, partial_attention, patch_rows
+from veca.model import Block, Veca
+from veca.rope import Rotation
+
+
+class LayerStart(NamedTuple):
+    """The cores as a layer finds them, and what they hold ready for the patches in it."""
+
+    tokens: Tensor
+    """[B, C, D] the residual stream before the layer."""
+    raw: Tensor
+    """[B or 1, C, 2] their raw coordinates in the layer."""
+    keys: Tensor
+    """[B, H, C, d] turned."""
+    values: Tensor
+    """[B, H, C, d]"""
+
+
+def block_of(model: Veca, number: int) -> Block:
+    """Block 1..L."""
+    return cast(Block, model.blocks[number - 1])
+
+
+def periods_of(model: Veca) -> Tensor:
+    c = model.config
+    return rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, model.device)
+
+
+def bank_of(model: Veca, budget: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """The cores before the first layer: tokens [B, C, D] and raw coordinates [1, C, 2]."""
+    tokens, raw = model.bank.prefix(budget)
+    raw = raw if raw.dtype == torch.float64 else raw.float()
+    return tokens.expand(batch, -1, -1), raw.unsqueeze(0)
+
+
+def begin(model: Veca, number: int, tokens: Tensor, raw: Tensor) -> LayerStart:
+    """The cores before a layer: they move, and hold keys and values ready."""
+    if number > 1:
+        raw = model.moves[number - 2](raw, tokens)
+    block = block_of(model, number)
+    rotation = rope.rotation(raw.tanh(), periods_of(model))
+    return LayerStart(tokens, raw, *block.attn.keys_and_values(block.norm_attn(tokens), rotation))
+
+
+def core_queries(model: Veca, number: int, start: LayerStart) -> Tensor:
+    """[B, H, C, d] what the cores ask in a layer, turned."""
+    block = block_of(model, number)
+    rotation = rope.rotation(start.raw.tanh(), periods_of(model))
+    return block.attn.queries(block.norm_attn(start.tokens), rotation)
+
+
+def through(
+    block: Block, patches: Tensor, rotation: Rotation, start: LayerStart, queries: Tensor
+) -> tuple[Tensor, PartialAttention]:
+    """Some patches [B, n, D] through a layer, and what the cores take from them."""
+    normed = block.norm_attn(patches)
+    keys, values = block.attn.keys_and_values(normed, rotation)
+    part = partial_attention(queries, keys, values)
+    mixed = patch_rows(block.attn.queries(normed, rotation), start.keys, start.values)
+    return block.feed(patches + block.attn.joined(mixed)), part
+
+
+def end(block: Block, start: LayerStart, sums: PartialAttention) -> Tensor:
+    """The cores after a layer [B, C, D], from what they took of all tokens and of each other."""
+    mixed = sums.result().to(start.tokens.dtype)
+    return block.feed(start.tokens + block.attn.joined(mixed))
