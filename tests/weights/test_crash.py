@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from veca._util import files, tensor_file
+from veca._util import files
 from veca.errors import OutputError
 from veca.model import Veca, create_model
 from veca.weights import load, read_config, read_provenance, save, store
