@@ -8,11 +8,11 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from attack.sandbox import FAILURES, Result, Sandbox
+from attack.sandbox import ACCEPTED, FAILURES, Result, Sandbox, in_a_fork
 
 KINDS = ("accepted", "changed", "refused", *FAILURES)
 
@@ -55,6 +55,14 @@ class Prepared(Protocol):
 
     def mutant(self, case: Case) -> tuple[bytes, str]:
         """The damaged bytes, and what was done in words."""
+        ...
+
+    def read(self, case: Case, data: bytes) -> Result:
+        """What becomes of these bytes in place of the case's file."""
+        ...
+
+    def whole(self, case: Case) -> bytes:
+        """The undamaged bytes."""
         ...
 
 
@@ -147,6 +155,7 @@ def attack(
         keep_in: a folder for the damaged files that failed.
     """
     waiting: list[Case] = []
+    in_a_fork(lambda: _check(prepared, targets))
 
     def one(index: int) -> Result:
         return prepared.run(waiting[index])
@@ -174,6 +183,15 @@ def attack(
                 say(f"{index + 1} of {len(waiting)} cases, {len(tally.failed)} failures")
     tally.keep()
     return True
+
+
+def _check(prepared: Prepared, targets: Iterable[str]) -> None:
+    """A reader that refuses the whole file would refuse all damage, and say nothing."""
+    for target in targets:
+        case = Case(target, 0, 0)
+        result = prepared.read(case, prepared.whole(case))
+        if result.outcome != ACCEPTED:
+            raise AssertionError(f"{target}: the whole file is {result.outcome}: {result.detail}")
 
 
 def _report(

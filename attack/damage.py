@@ -126,7 +126,7 @@ def odd_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def _odd(table: Any, rng: random.Random) -> Any:
-    places = list(_places(table, ()))
+    places = list(_places(table, ())) if isinstance(table, (dict, list)) else []
     if not places:
         return rng.choice(_ODD)
     path = rng.choice(places)

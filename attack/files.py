@@ -26,11 +26,12 @@ from veca import weights
 from veca._util.tensor_file import SEAL
 from veca.core_memory import CoreMemory
 from veca.dense import DenseVit
+from veca.data.decode import EncodedImage
 from veca.distill import distill, export_checkpoint, load_config, load_heads, load_targets
 from veca.distill import read_metrics
 from veca.distill.checkpoint import CheckpointStore, check_about
 from veca.distill.config import DistillConfig
-from veca.errors import LargeError
+from veca.errors import BadImageError, LargeError
 from veca.points import OperatingPoint, read_point
 from veca.probe import available_protocols, load_protocol, read_run
 from veca.probe.cache import Entry
@@ -311,8 +312,13 @@ def _images_of(name: str) -> Reader:
     def read(folder: Path) -> object:
         from veca.data import open_source
 
-        source = open_source(folder / name)
-        return [source.read(place) for place in range(min(len(source), 20))]
+        source, found = open_source(folder / name), []
+        for place in range(min(len(source), 20)):
+            try:  # as the loader reads them: one bad image is replaced by another
+                found.append(EncodedImage.of(source, place).decode())
+            except BadImageError as error:
+                found.append(error.reason)
+        return found
 
     return read
 
@@ -558,7 +564,7 @@ TARGETS: Mapping[str, Target] = {
     "tune-measurements": Target("tuning", "out/measurements.json", _tuned, _J),
     "core-memory": Target("memory", "core.safetensors", _memory, _S, _SEALED, True),
     "large-manifest": Target("pass", "state/manifest.json", _pass, _J, always, True),
-    "large-layer": Target("pass", "state/layer-001.safetensors", _pass, _S, _SEALED, True),
+    "large-layer": Target("pass", "state/layer-001.safetensors", _pass, _S, always, True),
     "large-sums": Target("pass", "state/sums.safetensors", _pass, _S, always, True),
     "large-states": Target("pass", "state/states.bin", _pass, _B),
     "probe-cache": Target("cache", "cache/*/part-00000.safetensors", _cache, _S, always, True),
@@ -609,10 +615,11 @@ class Files:
             raise FileNotFoundError(f"{name}: no {target.file} among {sorted(place.rglob('*'))}")
         return found[0].relative_to(place)
 
+    def whole(self, case: Case) -> bytes:
+        return (self._whole(TARGETS[case.file].maker) / self.files[case.file]).read_bytes()
+
     def _mutant(self, case: Case) -> Mutant:
-        target = TARGETS[case.file]
-        data = (self._whole(target.maker) / self.files[case.file]).read_bytes()
-        return mutate(data, target.damages, case.rng)
+        return mutate(self.whole(case), TARGETS[case.file].damages, case.rng)
 
     def mutant(self, case: Case) -> tuple[bytes, str]:
         made = self._mutant(case)
@@ -633,8 +640,7 @@ class Files:
 
     def read(self, case: Case, data: bytes, *, resealed: bool = True) -> Result:
         target = TARGETS[case.file]
-        whole = (self._whole(target.maker) / self.files[case.file]).read_bytes()
-        covered = target.covered(whole, data) and (target.resealed_too or not resealed)
+        covered = target.covered(self.whole(case), data) and (target.resealed_too or not resealed)
         return judged(
             lambda: self._read(case.file, data), self.expected[case.file], covered=covered
         )

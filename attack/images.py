@@ -44,7 +44,7 @@ class Images:
         place.mkdir(parents=True, exist_ok=True)
         models = ModelCache([str(weights)], "cpu")
         self.demo = Handlers(models, Limits(), Uploads(place / "uploads"), place)
-        self.controls = Controls(str(weights), 64, 4, 2, 1, "norm")
+        self.controls = Controls("weights", 64, 4, 2, 1, "norm")
 
     def targets(self) -> list[str]:
         return [f"{name}/{way}" for name in self.originals for way in _WAYS]
@@ -61,6 +61,9 @@ class Images:
 
     def _mutant(self, case: Case) -> Mutant:
         return mutate(self.originals[case.file], image_damage(case.file), case.rng)
+
+    def whole(self, case: Case) -> bytes:
+        return self.originals[case.file]
 
     def mutant(self, case: Case) -> tuple[bytes, str]:
         made = self._mutant(case)

@@ -183,6 +183,21 @@ class TestNames:
         write_failures(tmp_path / "failures.jsonl", failed)
         assert read_failures(tmp_path / "failures.jsonl") == dict(failed)
 
+    @pytest.mark.parametrize("damage", [b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"])
+    def test_a_damaged_list_of_failures_is_written_anew(self, model, embed, images, tmp_path, damage):
+        pytest.importorskip("pyarrow")
+        (images / "0" / "bad.png").write_bytes(b"no image")
+        for run in (
+            lambda out: extract(model, images, out, size=32),
+            lambda out: embed(images, out),
+        ):
+            out = tmp_path / f"out-{run.__code__.co_firstlineno}"
+            run(out)
+            wanted = (out / "failures.jsonl").read_text()
+            (out / "failures.jsonl").write_bytes(damage)
+            run(out)
+            assert (out / "failures.jsonl").read_text() == wanted
+
     @pytest.mark.skipif(sys.platform != "linux", reason="names of any characters")
     def test_a_resumed_run_keeps_listing_them(self, model, images, tmp_path):
         for name in self.ODD:

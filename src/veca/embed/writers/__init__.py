@@ -117,7 +117,7 @@ def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None
     if not text:
         path.unlink(missing_ok=True)
         return None
-    if not path.exists() or path.read_text("utf-8") != text:
+    if not path.exists() or path.read_bytes() != text.encode():  # damaged, it may be no text
         atomic_write_text(path, text)
     return path
 
@@ -132,5 +132,5 @@ def read_failures(path: Path) -> dict[str, str]:
     try:
         lines = [json.loads(line) for line in _lines(path)]
         return {str(line["path"]): str(line["reason"]) for line in lines}
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return {}
