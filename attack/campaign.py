@@ -6,13 +6,17 @@ import json
 import random
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from attack.sandbox import ACCEPTED, FAILURES, Result, Sandbox, in_a_fork
+
+if TYPE_CHECKING:
+    from attack.__main__ import Options
 
 KINDS = ("accepted", "changed", "refused", *FAILURES)
 
@@ -63,6 +67,16 @@ class Prepared(Protocol):
 
     def whole(self, case: Case) -> bytes:
         """The undamaged bytes."""
+        ...
+
+
+class Campaign(Prepared, Protocol):
+    """Prepared files, and how they are listed."""
+
+    def targets(self) -> list[str]: ...
+
+    def row_of(self, target: str) -> str:
+        """The row of the table that a target counts in."""
         ...
 
 
@@ -203,8 +217,29 @@ def _report(
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / re.sub(r"[^\w.-]", "_", str(case))
         file.write_bytes(data)
-        file.with_name(f"{file.name}.txt").write_text(f"{case}\n{how}\n{result.outcome}\n{result.detail}\n")
+        file.with_name(f"{file.name}.txt").write_text(
+            f"{case}\n{how}\n{result.outcome}\n{result.detail}\n"
+        )
         place = f"; kept as {file}"
     last = result.detail.strip().splitlines()[-1:] or [""]
     say(f"FAILED {case} ({how}): {result.outcome}: {last[0][:300]}{place}")
     sys.stdout.flush()
+
+
+def run_campaign(
+    options: Options, name: str, make: Callable[[Path], Campaign]
+) -> tuple[list[dict[str, object]], list[str]] | None:
+    """A whole campaign: its table and what failed; None if it was stopped."""
+    tally = Tally(options.state / f"{name}.json", {"seed": options.seed, "count": options.count})
+    with tempfile.TemporaryDirectory() as folder:
+        prepared = make(Path(folder))
+        wanted = [one for one in prepared.targets() if not options.only or one in options.only]
+        done = attack(
+            prepared,
+            dict.fromkeys(wanted, options.count),
+            tally,
+            seed=options.seed,
+            until=options.until,
+            keep_in=options.state / "failures",
+        )
+    return (tally.rows(prepared.row_of), tally.failed) if done else None

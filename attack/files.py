@@ -11,24 +11,30 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
 import veca
 from attack import damage
-from attack.campaign import Case
+from attack.campaign import Case, run_campaign
 from attack.damage import Damage, Mutant, mutate
 from attack.pictures import photo
 from attack.sandbox import Result, digest, in_a_fork, judged
 from veca import weights
 from veca._util.tensor_file import SEAL
 from veca.core_memory import CoreMemory
-from veca.dense import DenseVit
 from veca.data.decode import EncodedImage
-from veca.distill import distill, export_checkpoint, load_config, load_heads, load_targets
-from veca.distill import read_metrics
+from veca.dense import DenseVit
+from veca.distill import (
+    distill,
+    export_checkpoint,
+    load_config,
+    load_heads,
+    load_targets,
+    read_metrics,
+)
 from veca.distill.checkpoint import CheckpointStore, check_about
 from veca.distill.config import DistillConfig
 from veca.errors import BadImageError, LargeError
@@ -40,6 +46,9 @@ from veca.probe.record import Row, Run, write_run
 from veca.teachers import load_teacher, read_dense_vit, save_dense_vit
 from veca.weights.card import model_card
 from veca.weights.tensors import write_file
+
+if TYPE_CHECKING:
+    from attack.__main__ import Options
 
 SMALLEST = veca.VecaConfig(depth=2, width=32, heads=2, num_cores=8)
 RUN: dict[str, Any] = {
@@ -129,7 +138,9 @@ class Target(NamedTuple):
 def _make_weights(folder: Path) -> None:
     made = model()
     made.config.to_dict()
-    veca.save(made, folder / "w", provenance={"licence": "apache-2.0", "teacher": "x", "samples": 3})
+    veca.save(
+        made, folder / "w", provenance={"licence": "apache-2.0", "teacher": "x", "samples": 3}
+    )
     veca.save(made, folder / "lone.safetensors", provenance={"licence": "apache-2.0"})
     save_dense_vit(DenseVit(SMALLEST), folder / "dense.safetensors")
     head = {"t/cls.weight": torch.ones(4, 8), "t/cls.bias": torch.ones(4)}
@@ -342,9 +353,9 @@ def _make_settings(folder: Path) -> None:
     shipped = importlib.resources.files("veca.probe") / "protocols" / f"{name}.toml"
     (folder / "protocol.toml").write_text(shipped.read_text(encoding="utf-8"))
     measured = {"ms": 3.0, "cls": 0.99}
-    OperatingPoint(
-        "x", "0" * 64, "a machine", 224, 8, 0.5, "float32", measured=measured
-    ).save(folder / "point.json")
+    OperatingPoint("x", "0" * 64, "a machine", 224, 8, 0.5, "float32", measured=measured).save(
+        folder / "point.json"
+    )
     row = Row("small", "student", 8, 224, (224, 224), (14, 14), {"top1": 0.8}, 0.9, 0.95, 3, 4, 7.0,
               0.5, {"features": "cls"})  # fmt: skip
     protocol = dataclasses.asdict(load_protocol(name))
@@ -644,3 +655,7 @@ class Files:
         return judged(
             lambda: self._read(case.file, data), self.expected[case.file], covered=covered
         )
+
+
+def run(options: Options) -> tuple[list[dict[str, object]], list[str]] | None:
+    return run_campaign(options, "files", Files)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 import veca
-from attack.campaign import Case
+from attack.campaign import Case, run_campaign
 from attack.damage import Mutant, image_damage, mutate
 from attack.pictures import photo, pictures, suffix_of
 from attack.sandbox import Result, digest, judged
@@ -22,6 +22,9 @@ from veca.data import open_source, pack
 from veca.embed import extract
 from veca.errors import ImageError
 from veca.images import preprocess, read_image
+
+if TYPE_CHECKING:
+    from attack.__main__ import Options
 
 SMALLEST = veca.VecaConfig(depth=2, width=32, heads=2, num_cores=8)
 _WAYS = ("read", "features", "pack", "demo")
@@ -119,3 +122,7 @@ def _one_of_two(done: int, failed: Sequence[tuple[str, str]]) -> bool:
     if failed:
         raise ImageError(failed[0][1])
     return True
+
+
+def run(options: Options) -> tuple[list[dict[str, object]], list[str]] | None:
+    return run_campaign(options, "images", Images)

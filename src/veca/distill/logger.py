@@ -272,8 +272,8 @@ def _lines(path: Path) -> list[str]:
 def _parsed(line: str) -> dict[str, Any] | None:
     """A record; None for the half line that a kill may leave, or a damaged one."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = files.from_json(line)
+    except ValueError:
         return None
     whole = isinstance(record, dict) and isinstance(record.get("step", 0), int)
     return record if whole else None
@@ -349,7 +349,7 @@ def write_run(out: Path, about: Mapping[str, Any], launch: Mapping[str, Any]) ->
     path = out / RUN
     launches = []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        launches = list(json.loads(path.read_text(encoding="utf-8"))["launches"])
+        launches = list(files.from_json(path.read_text(encoding="utf-8"))["launches"])
     if not launch.get("from_step"):
         launches = []
     entry = {"command": sys.argv, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **launch}
