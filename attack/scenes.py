@@ -125,9 +125,13 @@ def _large(home: Path, out: Path) -> Work:
     def run() -> int:
         from veca import large
 
-        out.mkdir(exist_ok=True)
-        picture = np.load(home / "picture.npy", mmap_mode="r")
-        large.features(veca.load(home / "w"), picture, out / "features.npy", tile=4, spill="disk")
+        try:
+            picture = np.load(home / "picture.npy")
+            model = veca.load(home / "w")
+            large.features(model, picture, out / "features.npy", tile=4, spill="disk")
+        except veca.VecaError as error:  # as a command says it
+            print(f"veca: {error}")
+            return 2
         return 0
 
     return run
