@@ -15,7 +15,7 @@ from attack.scenes import SCENES, differences, forget
 if TYPE_CHECKING:
     from attack.__main__ import Options
 
-_MOST = 3
+_MOST = 6
 """Kills of one run, one after the other, before it is let finish."""
 
 

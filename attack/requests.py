@@ -1,4 +1,4 @@
-"""Requests to the demo that no page of ours sends: foreign names, other files, floods, slow clients.
+"""Requests to the demo that no page of ours sends: foreign names, other files, floods, slowness.
 
 The server runs in this process at 127.0.0.1, and nothing is sent to any other address.
 """
@@ -115,7 +115,13 @@ def names(page: Page, rng: random.Random, counts: Counter[str]) -> None:
              "[::1", f"127.0.0.1:{page.port}@evil.example")  # fmt: skip
     for host in hosts:
         _refused(page.ask(headers={"Host": host}), counts, f"Host {host!r}")
-    for origin in ("http://evil.example", "null", "https://127.0.0.1", "file://", "http://127.0.0.1"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "https://127.0.0.1",
+        "file://",
+        "http://127.0.0.1",
+    ):
         for ask in (lambda h: page.event(_event(), h), lambda h: page.upload(b"x", h)):
             _refused(ask({"Origin": origin}), counts, f"Origin {origin!r}")
     for site in ("cross-site", "same-site"):
@@ -140,7 +146,8 @@ def files(page: Page, rng: random.Random, counts: Counter[str]) -> None:
                 raise Fault(f"{path} gave /etc/passwd away")
             _refused(answer, counts, path)
         for name in _foreign(address):
-            for value in ({"path": name}, {"path": name, "url": name, "meta": _META}, [{"url": name}]):
+            named = {"path": name, "url": name, "meta": _META}
+            for value in ({"path": name}, named, [{"url": name}]):
                 event = {**_event(), "data": [value]}
                 _refused(page.event(event), counts, f"FileData {value}")
         if calls:
@@ -154,7 +161,8 @@ def sizes(page: Page, rng: random.Random, counts: Counter[str]) -> None:
     _refused(page.event(b"[" * 70_000), counts, "a long event")
     _refused(page.event({**_event(), "session_hash": "x" * 10**5}), counts, "a long session")
     chunked = {"Transfer-Encoding": "chunked", "Content-Length": "3"}
-    _refused(page.ask("POST", "/gradio_api/upload", b"3\r\nabc\r\n0\r\n\r\n", chunked), counts, "chunks")
+    answer = page.ask("POST", "/gradio_api/upload", b"3\r\nabc\r\n0\r\n\r\n", chunked)
+    _refused(answer, counts, "an upload in chunks")
     for data in (b"", b"\x89PNG\r\n\x1a\n" + bytes(99), _png()[:-30]):
         answer = page.upload(data)
         counts["requests"] += 1
