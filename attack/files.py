@@ -137,7 +137,6 @@ class Target(NamedTuple):
 
 def _make_weights(folder: Path) -> None:
     made = model()
-    made.config.to_dict()
     veca.save(
         made, folder / "w", provenance={"licence": "apache-2.0", "teacher": "x", "samples": 3}
     )
@@ -531,7 +530,8 @@ TARGETS: Mapping[str, Target] = {
     "recipe": Target("run", "recipe.toml", lambda f: load_config(f / "recipe.toml"), _T),
     "recipe-base": Target("run", "base.toml", lambda f: load_config(f / "recipe.toml"), _T),
     "onnx": Target("export", "onnx/*.onnx", _exported("onnx/*.onnx"), _B, always),
-    "onnx-alone": Target("export", "lone-onnx/small.onnx", _exported("lone-onnx/*.onnx"), _B, always),
+    "onnx-alone": Target("export", "lone-onnx/small.onnx", _exported("lone-onnx/*.onnx"), _B,
+                         always),
     "onnx-report": Target("export", "onnx/*.json", _exported("onnx/*.onnx"), _J),
     "pt2": Target("export", "pt2/*.pt2", _exported("pt2/*.pt2"), _Z, always, True),
     "pt2-alone": Target("export", "lone-pt2/small.pt2", _exported("lone-pt2/*.pt2"), _Z, always),
@@ -569,9 +569,11 @@ TARGETS: Mapping[str, Target] = {
     "label-png": Target("labels", "label.png", _labels("label.png"), damage.image_damage("png"),
                         always),
     "label-npy": Target("labels", "depth.npy", _labels("depth.npy"), _B),
-    "protocol": Target("settings", "protocol.toml", lambda f: load_protocol(f / "protocol.toml"), _T),
+    "protocol": Target("settings", "protocol.toml", lambda f: load_protocol(f / "protocol.toml"),
+                       _T),
     "point": Target("settings", "point.json", lambda f: read_point(f / "point.json"), _J),
-    "probe-record": Target("settings", "results.json", lambda f: read_run(f / "results.json"), _J),
+    "probe-record": Target("settings", "results.json", lambda f: read_run(f / "results.json"),
+                           _J),
     "tune-measurements": Target("tuning", "out/measurements.json", _tuned, _J),
     "core-memory": Target("memory", "core.safetensors", _memory, _S, _SEALED, True),
     "large-manifest": Target("pass", "state/manifest.json", _pass, _J, always, True),

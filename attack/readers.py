@@ -113,8 +113,17 @@ def write_corpus(folder: Path = CORPUS) -> None:
         keep("safetensors", "weights.safetensors", path.read_bytes())
         torch.save({"student": {"x": torch.ones(2)}, "config": {}}, Path(place) / "x.pt")
         keep("pt", "checkpoint.pt", (Path(place) / "x.pt").read_bytes())
-    point = {"format": "veca-point-1", "weights": "x", "weights_sha256": "0", "machine": "x",
-             "precision": "float32", "size": 224, "cores": 8, "keep": 0.5, "measured": {}}  # fmt: skip
+    point = {
+        "format": "veca-point-1",
+        "weights": "x",
+        "weights_sha256": "0",
+        "machine": "x",
+        "precision": "float32",
+        "size": 224,
+        "cores": 8,
+        "keep": 1.0,
+        "measured": {},
+    }
     keep("manifests", "point", b"p" + json.dumps(point).encode())
     keep("manifests", "embeddings", b'e{"layout": "veca-embeddings-1", "settings": {"size": 32}}')
     keep("manifests", "features", b'f{"fingerprint": "x", "root": "/x", "size": 32}')
