@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from attack.registry import ATTACKS, listing
 
@@ -25,7 +25,8 @@ RESULTS = ROOT / "attack" / "results"
 STATE = ROOT / "build" / "attack"
 
 
-class Options(NamedTuple):
+@dataclass(frozen=True)
+class Options:
     """What every attack is told."""
 
     seed: int

@@ -376,7 +376,7 @@ def _tuned(folder: Path) -> object:
     return sorted(map(str, (point.candidate for point in done.points)))
 
 
-# ------------------------------------------------------------------------------------ large pictures
+# -------------------------------------------------------------------------------- large pictures
 
 
 def _make_memory(folder: Path) -> None:
@@ -465,7 +465,7 @@ def _our_teacher(place: Path) -> object:
     return load_teacher(place)(torch.full((1, 3, 32, 32), 0.5), (2, 2))
 
 
-# -------------------------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------------------- tables
 
 MAKERS: Mapping[str, Callable[[Path], None]] = {
     "weights": _make_weights, "run": _make_run, "export": _make_export, "features": _make_features,

@@ -14,6 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ COMMANDS: Mapping[str, Command] = {
 }  # fmt: skip
 
 
-def prepare_home(home: Path) -> None:
+def prepare_home(home: Path) -> int:
     """Inputs of all the commands."""
     from veca.embed import embed
 
@@ -69,6 +70,7 @@ def prepare_home(home: Path) -> None:
     if not (home / "w").exists():
         veca.save(model(), home / "w")
     embed(home / "photos", home / "index", weights=home / "w", size=32, workers=0, threads=1)
+    return 0
 
 
 def isolate() -> None:
@@ -84,7 +86,8 @@ def isolate() -> None:
 
 def attempts() -> int:
     """How often something in this namespace wanted to send and found no way."""
-    names, values = ([], [])
+    names: list[str] = []
+    values: list[str] = []
     for line in Path("/proc/self/net/snmp").read_text().splitlines():
         if line.startswith("Ip:"):
             names, values = values, line.split()[1:]
@@ -119,7 +122,9 @@ def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
     rows, failed = [], []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        Started(lambda: prepare_home(home) or 0, home / "said.txt").wait()
+        made = Started(partial(prepare_home, home), home / "said.txt")
+        if made.wait():
+            raise RuntimeError(f"the inputs cannot be made: {made.text()[-800:]}")
         for name in options.only or COMMANDS:
             if options.until is not None and time.monotonic() > options.until:
                 return None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Attack(NamedTuple):
+@dataclass(frozen=True)
+class Attack:
     summary: str
     count: int
     """Cases of a usual run: of each target, or kills in all."""
