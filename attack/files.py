@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from attack import damage
 from attack.campaign import Case, run_campaign
 from attack.damage import Damage, Mutant, mutate
 from attack.pictures import photo
+from attack.registry import Options, Report
 from attack.sandbox import Result, digest, in_a_fork, judged
 from veca import weights
 from veca._util.tensor_file import SEAL
@@ -46,9 +47,6 @@ from veca.probe.record import Row, Run, write_run
 from veca.teachers import load_teacher, read_dense_vit, save_dense_vit
 from veca.weights.card import model_card
 from veca.weights.tensors import write_file
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 SMALLEST = veca.VecaConfig(depth=2, width=32, heads=2, num_cores=8)
 RUN: dict[str, Any] = {
@@ -628,6 +626,9 @@ class Files:
             raise FileNotFoundError(f"{name}: no {target.file} among {sorted(place.rglob('*'))}")
         return found[0].relative_to(place)
 
+    def costs(self, case: Case) -> int:
+        return 0
+
     def whole(self, case: Case) -> bytes:
         return (self._whole(TARGETS[case.file].maker) / self.files[case.file]).read_bytes()
 
@@ -659,5 +660,5 @@ class Files:
         )
 
 
-def run(options: Options) -> tuple[list[dict[str, object]], list[str]] | None:
+def run(options: Options) -> Report:
     return run_campaign(options, "files", Files)

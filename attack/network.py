@@ -12,20 +12,17 @@ import json
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import veca
 from attack.files import model, photos
 from attack.hostile import Skipped
 from attack.launch import Started, command, prepare
+from attack.registry import Options, Report
 from attack.scenes import SCENES
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 _NEW_NET, _NEW_USER = 0x40000000, 0x10000000
 _ELSEWHERE = ("192.0.2.1", 9)  # an address of the range for documentation
@@ -117,22 +114,23 @@ def _watched(work: Callable[[], int], report: Path) -> Callable[[], int]:
     return run
 
 
-def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
+def run(options: Options) -> Report:
     prepare()
-    rows, failed = [], []
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         made = Started(partial(prepare_home, home), home / "said.txt")
         if made.wait():
             raise RuntimeError(f"the inputs cannot be made: {made.text()[-800:]}")
         for name in options.only or COMMANDS:
-            if options.until is not None and time.monotonic() > options.until:
-                return None
+            if options.is_over:
+                return Report(rows, failed, False)
             rows.append(tried(home, name))
             print(rows[-1], flush=True)
             if rows[-1]["outcome"] not in ("held", "skipped"):
                 failed.append(f"{name}: {rows[-1]['outcome']}: {rows[-1]['detail']}")
-    return rows, failed
+    return Report(rows, failed)
 
 
 def tried(home: Path, name: str) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,34 @@ class Attack:
     """Cases of a usual run: of each target, or kills in all."""
     minutes: float
     """Of a usual run on two cores, about."""
+
+
+class Report(NamedTuple):
+    """What an attack found."""
+
+    rows: list[dict[str, Any]]
+    """Its table."""
+    failed: list[str]
+    finished: bool = True
+    """False: it was stopped, and goes on when it is asked for again."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every attack is told."""
+
+    seed: int
+    count: int
+    only: tuple[str, ...]
+    """Targets; none: all."""
+    state: Path
+    """Where to keep what is done."""
+    until: float | None
+    """A moment of `time.monotonic` at which to stop."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.until is not None and time.monotonic() > self.until
 
 
 ATTACKS = {

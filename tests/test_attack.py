@@ -100,6 +100,9 @@ class Prepared:
     def mutant(self, case: Case) -> tuple[bytes, str]:
         return b"damaged", "boom"
 
+    def costs(self, case: Case) -> int:
+        return 0
+
     def whole(self, case: Case) -> bytes:
         return b""
 
