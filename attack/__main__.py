@@ -80,8 +80,9 @@ def _run(name: str, options: Options, out: Path) -> Report:
     facts = {"seed": options.seed, "pillow": _version("pillow")}
     if report.rows:
         print_table(report.rows)
-    if report.rows and not options.only:
-        write_csv(name, [{**row, **facts} for row in report.rows], out, device="cpu")
+        rows = [{**row, **facts} for row in report.rows]
+        # Of some targets alone: the rows of the others stay.
+        write_csv(name, rows, out, device="cpu", key=next(iter(rows[0])) if options.only else "")
     for line in report.failed:
         print(f"FAILED {line.splitlines()[0]}")
     print(f"{name}: {len(report.failed)} failures, seed {options.seed}")
