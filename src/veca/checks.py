@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from veca._util.tracing import has_values
-from veca.config import AUTO
+from veca.config import AUTO, DEFAULT_AGREEMENT
 from veca.errors import InputError, whole
 from veca.merging import LEAST_KEEP
 
@@ -29,10 +29,15 @@ def check_model(model: object, caller: str) -> None:
         raise InputError(f"{caller} takes a Veca model, got {type(model).__name__}{hint}.")
 
 
-def check_budget(cores: int | None, num_cores: int) -> int:
+def check_budget(cores: int | str | None, num_cores: int) -> int:
     """The budget to use: `cores`, or the whole bank when it is None."""
     if cores is None:
         return num_cores
+    if isinstance(cores, str) and cores == AUTO:
+        raise InputError(
+            f"cores={AUTO!r} takes the budget that a calibration says, which cannot be had here; "
+            f"give a number from 1 to {num_cores}."
+        )
     # A symbol stands for a budget that is left open while a graph is traced.
     budget = cores if type(cores) in (int, torch.SymInt) else whole(cores)
     if budget is None or not 1 <= budget <= num_cores:
@@ -59,23 +64,33 @@ def check_keep(keep: float | str | None) -> float:
     """The share of patch tokens that go on: `keep`, or all of them when it is None."""
     if keep is None:
         return 1.0
-    number = keep if isinstance(keep, (int, float, np.floating, np.integer)) else math.nan
-    if isinstance(keep, bool) or not LEAST_KEEP <= number <= 1:  # NaN is neither
-        raise InputError(
-            f"keep must be a number from {LEAST_KEEP} to 1, the share of patch tokens that go on, "
-            f"got {keep!r}."
-        )
-    return float(number)
-
-
-def check_share(keep: float | str | None) -> float:
-    """The same where nothing can be chosen by content."""
-    if keep == AUTO:
+    if isinstance(keep, str) and keep == AUTO:
         raise InputError(
             f"keep={AUTO!r} chooses for each image while the model runs, which cannot be had here; "
             f"give a number from {LEAST_KEEP} to 1."
         )
-    return float(check_keep(keep))
+    number = keep if isinstance(keep, (int, float, np.floating, np.integer)) else math.nan
+    if isinstance(keep, bool) or not LEAST_KEEP <= number <= 1:  # NaN is neither
+        raise InputError(
+            f"keep must be a number from {LEAST_KEEP} to 1, the share of patch tokens that go on, "
+            f"or {AUTO!r}, got {keep!r}."
+        )
+    return float(number)
+
+
+def is_auto(*dials: object) -> bool:
+    """Whether any of a call's `cores` and `keep` is to be chosen by content."""
+    return any(isinstance(dial, str) and dial == AUTO for dial in dials)
+
+
+def asked_budget(cores: int | str | None, num_cores: int) -> int | str:
+    """As `check_budget`, where "auto" may be asked for, too; it goes on as it is."""
+    return AUTO if is_auto(cores) else check_budget(cores, num_cores)
+
+
+def asked_keep(keep: float | str | None) -> float | str:
+    """As `check_keep`, where "auto" may be asked for, too; it goes on as it is."""
+    return AUTO if is_auto(keep) else check_keep(keep)
 
 
 def read_keep(text: str) -> float | str:
@@ -90,17 +105,22 @@ def read_keep(text: str) -> float | str:
 
 
 def check_agreement(agreement: float | None, cores: object, keep: object) -> float | None:
-    """The promise of what is chosen by content; None where nothing is, or the model's own."""
-    if agreement is None:
+    """The promise of what is chosen by content; None where nothing is."""
+    if not is_auto(cores, keep):
+        if agreement is not None:
+            raise InputError(
+                f"agreement {agreement!r} is what keep='auto' promises; say keep='auto', or leave "
+                "agreement out."
+            )
         return None
-    if AUTO not in (cores, keep):
-        raise InputError(
-            f"agreement {agreement!r} is what keep='auto' promises; say keep='auto', or leave "
-            "agreement out."
-        )
+    if agreement is None:
+        return DEFAULT_AGREEMENT
     number = agreement if isinstance(agreement, (int, float)) else math.nan
     if not 0 < number < 1:
-        raise InputError(f"agreement must be a cosine between 0 and 1, got {agreement!r}.")
+        raise InputError(
+            f"agreement must be a cosine between 0 and 1, such as {DEFAULT_AGREEMENT}, got "
+            f"{agreement!r}."
+        )
     return float(number)
 
 
@@ -110,7 +130,22 @@ def dial(keep: float | str | None, agreement: float | None = None) -> dict[str, 
     return {name: value for name, value in given.items() if value is not None}
 
 
-def check_memorable(training: bool, keep: float | None) -> None:
+def check_readable(images: Tensor, training: bool) -> None:
+    """Refuse what cannot choose by content."""
+    if training:
+        raise InputError(
+            f"keep={AUTO!r} chooses in eval mode; in training shares are numbers (distill and "
+            "fine-tuning draw them by nested.keep). Call model.eval() first."
+        )
+    if not has_values(images):
+        raise InputError(
+            f"keep={AUTO!r} looks at the images, which torch.compile, torch.export and CUDA graphs "
+            f"have no values of; give keep a number from {LEAST_KEEP} to 1, or use "
+            "veca.compile_for_inference."
+        )
+
+
+def check_memorable(training: bool, keep: float | str | None) -> None:
     """Refuse a pass whose patches cannot be had again one by one."""
     if training:
         raise InputError(
