@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from veca._util.tracing import has_values
+from veca import content
 from veca.config import AUTO, DEFAULT_AGREEMENT
 from veca.errors import InputError, whole
 from veca.merging import LEAST_KEEP
@@ -39,7 +40,7 @@ def check_budget(cores: int | str | None, num_cores: int) -> int:
             f"give a number from 1 to {num_cores}."
         )
     # A symbol stands for a budget that is left open while a graph is traced.
-    budget = cores if type(cores) in (int, torch.SymInt) else whole(cores)
+    budget = cast(int, cores) if type(cores) in (int, torch.SymInt) else whole(cores)
     if budget is None or not 1 <= budget <= num_cores:
         raise InputError(
             f"cores must be a whole number from 1 to {num_cores} (the size of this model's bank), "
@@ -83,9 +84,49 @@ def is_auto(*dials: object) -> bool:
     return any(isinstance(dial, str) and dial == AUTO for dial in dials)
 
 
-def asked_budget(cores: int | str | None, num_cores: int) -> int | str:
-    """As `check_budget`, where "auto" may be asked for, too; it goes on as it is."""
-    return AUTO if is_auto(cores) else check_budget(cores, num_cores)
+class Dials(NamedTuple):
+    """What is asked of every call in a run, checked; written down with what comes out."""
+
+    cores: int
+    keep: float | str
+    """The share of patch tokens, or "auto"."""
+    agreement: float | None
+    """What keep="auto" promises."""
+
+
+def check_dials(
+    model: Any,
+    cores: int | str | None = None,
+    keep: float | str | None = None,
+    agreement: float | None = None,
+    size: int | Sequence[int] | None = None,
+) -> Dials:
+    """What a run asks of a model. keep="auto" goes on as it is, if the weights can give it.
+
+    Args:
+        cores: "auto" becomes the budget for images of `size`.
+        agreement: of both, if both are "auto".
+        size: of the run's images, in pixels; None where they differ.
+    """
+    c = model.config
+    promise = check_agreement(agreement, cores, keep)
+    share = asked_keep(keep)
+    if promise is None:
+        return Dials(check_budget(cores, c.num_cores), share, None)
+    each = content.promise_of_each(promise, is_auto(cores) + is_auto(keep))
+    model.calibration.check(each)
+    if not is_auto(cores):
+        budget = check_budget(cores, c.num_cores)
+    elif size is None:
+        raise InputError(
+            f"cores={AUTO!r} takes the budget for one size of images; give a size, or a number "
+            f"from 1 to {c.num_cores}."
+        )
+    else:
+        height, width = (size, size) if isinstance(size, int) else size
+        grid = (height // c.patch_size, width // c.patch_size)
+        budget = model.calibration.budget(grid, each, c.num_cores)
+    return Dials(budget, share, each if is_auto(keep) else None)
 
 
 def asked_keep(keep: float | str | None) -> float | str:

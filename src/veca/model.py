@@ -469,34 +469,25 @@ class Veca(FeatureModel, nn.Module):
         """
         if not is_auto(keep):
             return found(self.walk(images, cores, keep=keep, agreement=agreement, **to))
-        early, shares, end, rows = self._begun(images, cores, keep, agreement, **to)
-        if len(set(shares)) <= 1:
-            order, walks = [], [self._on(early, shares, end, rows)]
-        else:
-            chosen = torch.tensor(shares)
-            order = [(chosen == share).nonzero().flatten() for share in chosen.unique()]
-            walks = [
-                self._on(
-                    [state.of(some.to(images.device)) for state in early],
-                    [shares[some[0]]],
-                    end,
-                    rows,
-                )
-                for some in order
-            ]
-        parts = [found(walk) for walk in walks]
-        return content.joined(parts, order) if order else parts[0]
+        early, shares = self._begun(images, cores, agreement, **to)
+        if len(set(shares)) == 1:
+            return found(self.walk_on(early, shares, **to))
+        chosen = torch.tensor(shares)
+        order = [(chosen == share).nonzero().flatten() for share in chosen.unique()]
+        parts = []
+        for some in order:
+            begun = [state.of(some.to(images.device)) for state in early]
+            parts.append(found(self.walk_on(begun, [shares[some[0]]], **to)))
+        return content.joined(parts, order)
 
     def chosen(
         self,
         images: Tensor,
         cores: int | str | None = None,
-        keep: float | str | None = AUTO,
         agreement: float | None = None,
     ) -> Chosen:
-        """What "auto" takes for these images, without the rest of the pass; as `forward`."""
-        cores, keep, agreement = self._at_point(cores, keep, agreement)
-        early, shares, _, _ = self._begun(images, cores, keep, agreement)
+        """What keep="auto" takes for these images, without the rest of the pass."""
+        early, shares = self._begun(images, cores, agreement)
         return Chosen(early[0].core_xy.shape[1], shares)
 
     def remember(
@@ -777,8 +768,8 @@ class Veca(FeatureModel, nn.Module):
             rows: from the last block so many of the cores come out, and no patches.
         """
         if is_auto(keep):
-            early, shares, end, few = self._begun(images, cores, keep, agreement, last, rows)
-            yield from self._on(early, shares, end, few)
+            early, shares = self._begun(images, cores, agreement, last=last, rows=rows)
+            yield from self.walk_on(early, shares, last=last, rows=rows)
             return
         end = self.config.depth if last is None else check_layers([last], self.config.depth)[0]
         share = check_keep(keep)
@@ -807,53 +798,65 @@ class Veca(FeatureModel, nn.Module):
         """What `cores="auto"` and `keep="auto"` go by; InputError where the weights have none."""
         return content.calibration_of(self.beside, self.name, self.config.merge_blocks)
 
+    def before_merging(
+        self,
+        images: Tensor,
+        cores: int | None = None,
+        *,
+        last: int | None = None,
+        rows: int | None = None,
+    ) -> list[LayerState]:
+        """The states of a walk up to where windows would merge first, whatever is kept.
+
+        >>> early = model.before_merging(images)
+        >>> for keep in (0.35, 0.5):
+        ...     *_, end = model.walk_on(early, [keep] * len(images))
+        """
+        c = self.config
+        start = self._start(images, check_budget(cores, c.num_cores))
+        end = c.depth if last is None else check_layers([last], c.depth)[0]
+        before = min(c.merge_blocks[0] - 1, end)
+        return [start, *self._blocks(start, before, {}, rows if before == end else None)]
+
+    def walk_on(
+        self,
+        early: Sequence[LayerState],
+        shares: Sequence[float],
+        *,
+        last: int | None = None,
+        rows: int | None = None,
+    ) -> Iterator[LayerState]:
+        """The whole walk that begins with `before_merging`.
+
+        Args:
+            shares: of patch tokens, of each image; those that differ are a quarter at least.
+        """
+        state, c = early[-1], self.config
+        plan = batch_plan(c.merge_blocks, shares, state.grid, state.tokens.device)
+        end = c.depth if last is None else last
+        return chain(early, self._blocks(state, end, plan, rows))
+
     def _begun(
         self,
         images: Tensor,
         cores: int | str | None,
-        keep: float | str | None,
         agreement: float | None,
-        last: int | None = None,
-        rows: int | None = None,
-    ) -> tuple[list[LayerState], tuple[float, ...], int, int | None]:
-        """A walk up to where windows merge first, and the share that each image chooses there.
-
-        Returns:
-            The states so far, the shares (none where the walk ends before), its last block, and
-            `rows`.
-        """
-        c = self.config
-        end = c.depth if last is None else check_layers([last], c.depth)[0]
-        budget = self._budget(images, cores, keep, agreement)
-        start = self._start(images, budget)
-        check_readable(images, self.training)
-        if not is_auto(keep):
-            return [start], (check_keep(keep),) * len(images), end, rows
-        promise = check_agreement(agreement, cores, keep)
+        **to: Any,
+    ) -> tuple[list[LayerState], tuple[float, ...]]:
+        """`before_merging`, and the share that each image chooses there."""
+        promise = check_agreement(agreement, cores, AUTO)
         assert promise is not None
         each = content.promise_of_each(promise, 2 if is_auto(cores) else 1)
+        check_images(images, self.config.in_channels, self.config.patch_size)
+        check_readable(images, self.training)
         calibration = self.calibration
         calibration.check(each)
-        before = min(c.merge_blocks[0] - 1, end)
-        early = [start, *self._blocks(start, before, {}, rows if before == end else None)]
-        if before == end:
-            return early, (), end, rows
-        differences = unlikeness(early[-1].tokens[:, budget:], start.grid)
-        return early, calibration.shares(differences, start.grid, each), end, rows
-
-    def _on(
-        self,
-        early: Sequence[LayerState],
-        shares: Sequence[float],
-        end: int,
-        rows: int | None,
-    ) -> Iterator[LayerState]:
-        """The whole walk of which `early` is the beginning: one share for all, or one each."""
-        state = early[-1]
-        if not shares:
-            return iter(early)
-        plan = batch_plan(self.config.merge_blocks, shares, state.grid, state.tokens.device)
-        return chain(early, self._blocks(state, end, plan, rows))
+        budget = self._budget(images, cores, AUTO, promise)
+        early = self.before_merging(images, budget, **to)
+        if early[-1].tokens.shape[1] <= budget:  # the walk ends here, with cores alone
+            return early, (1.0,) * len(images)
+        differences = unlikeness(early[-1].tokens[:, budget:], early[-1].grid)
+        return early, calibration.shares(differences, early[-1].grid, each)
 
     def _start(self, images: Tensor, budget: int) -> LayerState:
         """The state before the first block."""
