@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from veca.cli.common import (
+    AutoCores,
     Agreement,
     BatchSize,
-    Cores,
     Device,
     Dtype,
     Images,
@@ -27,6 +27,7 @@ from veca.cli.common import (
     Width,
     console,
     count,
+    parse_cores,
     parse_keep,
     parse_stored_size,
     parse_what,
@@ -46,7 +47,7 @@ def embed(
     sources: Images,
     out: Annotated[Path, typer.Option(help="Folder for the Parquet shards.")],
     weights: Weights = "veca_tiny_patch16",
-    cores: Cores = None,
+    cores: AutoCores = None,
     keep: Keep = None,
     agreement: Agreement = None,
     size: StoredSize = None,
@@ -117,7 +118,7 @@ def embed(
             images,
             out,
             weights=weights,
-            cores=cores,
+            cores=parse_cores(cores),
             keep=parse_keep(keep),
             agreement=agreement,
             size=parse_stored_size(size),

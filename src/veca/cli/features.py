@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from veca.cli.common import (
+    AutoCores,
     Agreement,
     BatchSize,
-    Cores,
     Device,
     Dtype,
     Images,
@@ -26,6 +26,7 @@ from veca.cli.common import (
     Width,
     console,
     count,
+    parse_cores,
     parse_keep,
     parse_stored_size,
     parse_what,
@@ -47,7 +48,7 @@ def features(
         ),
     ],
     weights: Weights = "veca_tiny_patch16",
-    cores: Cores = None,
+    cores: AutoCores = None,
     keep: Keep = None,
     agreement: Agreement = None,
     size: StoredSize = None,
@@ -104,7 +105,7 @@ def features(
             model,
             images,
             out,
-            cores=cores,
+            cores=parse_cores(cores),
             keep=share,
             agreement=agreement,
             size=pixels,

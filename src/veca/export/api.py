@@ -14,7 +14,7 @@ import torch
 
 from veca._util import files
 from veca._util.numbers import count
-from veca.checks import check_budget, check_model, check_share
+from veca.checks import check_budget, check_model, check_keep
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
@@ -98,7 +98,7 @@ def export_model(
     """
     check_model(model, "export_model")
     budgets = _check(model, to, cores, size, dtype, name, check_sizes)
-    share = check_share(keep)
+    share = check_keep(keep)
     folder = files.place_for(out)
     _require_writable(folder)
     say = progress or (lambda _: None)
