@@ -59,6 +59,8 @@ def check_keep(keep: float | str | None) -> float:
     """The share of patch tokens that go on: `keep`, or all of them when it is None."""
     if keep is None:
         return 1.0
+    if isinstance(keep, torch.SymInt):  # a graph is traced for any; see `merging.merge_plan`
+        return keep  # type: ignore[return-value]
     number = keep if isinstance(keep, (int, float, np.floating, np.integer)) else math.nan
     if isinstance(keep, bool) or not LEAST_KEEP <= number <= 1:  # NaN is neither
         raise InputError(

@@ -5,16 +5,20 @@ file with the model, `api` puts them together, and `loaded` runs such a file fro
 """
 
 from veca.errors import ExportError
-from veca.export.api import ANY, DTYPES, FORMATS, Exported, export_model
+from veca.export.api import ANY, FORMATS, Exported, export_model
 from veca.export.loaded import ExportedModel, load_exported
+from veca.export.precision import DTYPES, GATES, PRECISIONS, Gate
 
 __all__ = [
     "ANY",
     "DTYPES",
     "FORMATS",
+    "GATES",
+    "PRECISIONS",
     "ExportError",
     "Exported",
     "ExportedModel",
+    "Gate",
     "export_model",
     "load_exported",
 ]
