@@ -9,7 +9,6 @@ for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -22,7 +21,7 @@ from veca.attention import core_attention
 from veca.config import VecaConfig
 from veca.merging import Periphery, merge, merge_plan
 from veca.model import Block, CoreMove, Veca
-from veca.quantization import LARGEST, Recipe, quantized_rows, quantized_weight
+from veca.quantization import Recipe, quantized_rows, quantized_weight
 
 ROWS = 256
 """Tokens in a block: as wide as they get, they fit a cache of 1 MiB."""
@@ -204,7 +203,9 @@ class CpuPass:
             found = [_product(part, last) for part in flat.split(ROWS)]
         else:
             flat = x.flatten(0, 1)
-            found = [self._last(p, self._norm, last, self.config.norm_eps) for p in flat.split(ROWS)]
+            found = [
+                self._last(p, self._norm, last, self.config.norm_eps) for p in flat.split(ROWS)
+            ]
         return torch.cat(found).view(*x.shape[:-1], -1)
 
 

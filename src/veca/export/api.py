@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,12 +22,12 @@ from veca.export.arranged import arrange
 from veca.export.graph import TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
 from veca.export.precision import (
     NAMES,
-    Gate,
     check_gate,
-    check_precision,
+    check_precisions,
 )
 from veca.merging import LEAST_OPEN_KEEP
 from veca.model import Veca
+from veca.quantization import Agreement, equalised
 from veca.version import __version__
 from veca.weights import weights_hash
 from veca.weights.store import file_hash
@@ -70,10 +71,10 @@ class Exported:
         return max(check.max_difference for check in self.checks)
 
     @property
-    def agreement(self) -> Gate:
+    def agreement(self) -> Agreement:
         """Least agreement with the float32 model on the photos of a check, of CLS and patches."""
         found = [check.agreement for check in self.checks]
-        return Gate(*(min(one[name] for one in found) for name in ("cls", "patches")))
+        return Agreement(*(min(one[name] for one in found) for name in ("cls", "patches")))
 
 
 def export_model(
@@ -84,11 +85,11 @@ def export_model(
     cores: Sequence[int | str] | int | str = ANY,
     keep: float | str | None = None,
     size: Size | None = None,
-    precision: str = "fp32",
+    precision: str | Sequence[str] = "fp32",
     name: str = "veca",
     check_sizes: Sequence[Size] | None = None,
     data: verify.Photo | Sequence[verify.Photo] | None = None,
-    gate: Gate | tuple[float, float] | float | None = None,
+    gate: Agreement | tuple[float, float] | float | None = None,
     progress: Callable[[str], None] | None = None,
     dtype: str | None = None,
 ) -> list[Exported]:
@@ -109,35 +110,35 @@ def export_model(
         size: (height, width) in pixels, to fix them.
         precision: "fp32"; "fp16" to compute in half precision, features come out in it; "bf16",
             the same in a .pt2 file, while ONNX keeps the weights so and computes in float32;
-            "int8" for the linear layers (ONNX only).
+            "int8" for the linear layers (ONNX only). Several: one file each.
         name: what the files' names begin with.
         check_sizes: (height, width) at which an open file is compared with the model.
-        data: photos to compare on: files, folders, patterns. By default those of the package.
+        data: photos to compare on, and to prepare the weights of int8 with: files, folders,
+            patterns. By default those of the package.
         gate: the least agreement, for a precision below fp32: (CLS, patches), or one for both.
             By default `veca.export.GATES`.
         progress: is told in words what is being done.
         dtype: what 0.1 called the precision.
     """
     check_model(model, "export_model")
-    precision = check_precision(precision, dtype)
-    floor = check_gate(gate, precision)
+    precisions = check_precisions(precision, dtype)
+    floors = {one: check_gate(gate, one) for one in precisions}
     share = ANY if keep == ANY else check_share(keep)
-    budgets = _check(model, to, cores, size, precision, name, check_sizes)
+    budgets = _check(model, to, cores, size, precisions, name, check_sizes)
     photos = verify.photos_for(data)
     folder = files.place_for(out)
     _require_writable(folder)
     say = progress or (lambda _: None)
     reference = frozen_copy(model, torch.float32)
-    traced = _to_trace(model, to, precision)
     tensors = weights_hash(model)
     written = []
-    for budget in budgets:
-        facts = _facts(model, to, budget, share, size, precision, tensors)
-        path = folder / f"{_stem(name, budget, share, size, precision)}{FORMATS[to]}"
+    for one, budget in itertools.product(precisions, budgets):
+        facts = _facts(model, to, budget, share, size, one, tensors)
+        path = folder / f"{_stem(name, budget, share, size, one)}{FORMATS[to]}"
         with files.temporary_beside(path) as temporary:
             say(f"tracing {path.name}")
             program = trace(
-                traced,
+                _to_trace(model, to, one, photos),
                 None if budget == ANY else int(budget),
                 size,
                 None if share == ANY else float(share),
@@ -158,9 +159,9 @@ def export_model(
                     f"checking {path.name}: {check.batch} x {check.height} x {check.width}, "
                     f"{check.cores} cores, differs by {check.max_difference:.1e}"
                 )
-                _require_same(check, path, floor)
+                _require_same(check, path, one, floors[one])
                 checks.append(check)
-            written.append(_keep(temporary, path, facts, size, checks, floor, data))
+            written.append(_keep(temporary, path, facts, size, checks, floors[one], data))
     return written
 
 
@@ -168,11 +169,13 @@ _OPEN_KEEPS = (1.0, 0.5, LEAST_OPEN_KEEP)
 """Where a file for any share is compared with the model."""
 
 
-def _to_trace(model: Veca, to: str, precision: str) -> Veca:
+def _to_trace(model: Veca, to: str, precision: str, photos: Sequence[Path]) -> Veca:
     """What is traced for a precision. ONNX files of bf16 and int8 begin in float32."""
     dtypes = {"fp16": torch.float16}
     if to != "onnx":
         return frozen_copy(model, {**dtypes, "bf16": torch.bfloat16}.get(precision, torch.float32))
+    if precision == "int8" and model.config.in_channels == 3:
+        model = equalised(model, photos)
     return arrange(frozen_copy(model, dtypes.get(precision, torch.float32)))
 
 
@@ -192,7 +195,7 @@ def _keep(
     facts: dict[str, Any],
     size: Size | None,
     checks: list[Any],
-    gate: Gate | None,
+    gate: Agreement | None,
     data: object,
 ) -> Exported:
     """Put a file that passed its checks in place, and the report beside it."""
@@ -227,13 +230,13 @@ def _check(
     to: str,
     cores: Sequence[int | str] | int | str,
     size: Size | None,
-    precision: str,
+    precisions: Sequence[str],
     name: str,
     check_sizes: Sequence[Size] | None,
 ) -> list[int | str]:
     """Refuse what cannot be exported, before any work; return the budgets, each once."""
     check_choice("export format", to, FORMATS)
-    if precision == "int8" and to != "onnx":
+    if "int8" in precisions and to != "onnx":
         raise InputError(f"int8 files are ONNX; for {to!r} take fp16 or bf16, or to='onnx'.")
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise InputError(
@@ -251,7 +254,9 @@ def _check(
     budgets = [b if b == ANY else _budget(b, model.config.num_cores) for b in listed]
     if to == "onnx":
         onnx_file.require_onnx()
-        number = 2 if precision == "fp16" else 4  # also where a smaller one is made of a larger
+        number = (
+            2 if list(precisions) == ["fp16"] else 4
+        )  # also where a smaller one is made of a larger
         onnx_file.check_fits(number * sum(p.numel() for p in model.parameters()))
     return list(dict.fromkeys(budgets))
 
@@ -344,11 +349,12 @@ _ADVICE = {
 }
 
 
-def _require_same(check: verify.FileCheck, path: Path, gate: Gate | None) -> None:
+def _require_same(
+    check: verify.FileCheck, path: Path, precision: str, gate: Agreement | None
+) -> None:
     wrong = check.wrong(gate)
     if wrong is None:
         return
-    precision = next((p for p, dtype in NAMES.items() if path.stem.endswith(dtype)), "fp32")
     keep = f", keep {check.keep:g}" if check.keep < 1 else ""
     raise ExportError(
         f"{path.name} is not written: with {count(check.cores, 'core')}{keep} and "
@@ -357,7 +363,7 @@ def _require_same(check: verify.FileCheck, path: Path, gate: Gate | None) -> Non
     )
 
 
-def _verification(entry: Exported, gate: Gate | None, data: object) -> dict[str, Any]:
+def _verification(entry: Exported, gate: Agreement | None, data: object) -> dict[str, Any]:
     limits = (
         {"allowed": f"{verify.ABSOLUTE} absolute"} if gate is None else {"gate": gate._asdict()}
     )

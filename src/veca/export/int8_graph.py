@@ -1,9 +1,7 @@
-"""The linear layers of an ONNX graph in whole numbers of 8 bit, by standard operators alone.
+"""The linear layers of an ONNX graph as `veca.quantization` defines int8, by standard operators.
 
-Weights have a scale for each output channel. Activations get one for each token while the graph
-runs, because the largest of them, which would set the scale of a whole tensor, are hundreds of
-times the others. They are unsigned with 128 for zero, for which runtimes have fast kernels, and the
-scale of a product is put together so that onnxruntime fuses it into the product:
+Activations are unsigned with 128 for zero, for which runtimes have fast kernels, and the scale of a
+product is put together so that onnxruntime fuses it into the product:
 
     integers(x) @ integers(W) * (largest row scale * column scale) * (row scale / largest) + bias
 """
@@ -13,11 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from veca.quantization import LARGEST, quantized_weight
 
 LEAST_CHANNELS = 16
 """Layers with fewer outputs stay as they are: they cost nothing, and what they give is a place."""
-_TOP, _ZERO = 127, 128
+_ZERO = 128
 _LEAST = 1e-30
 """Of the largest number of a token, which its others are divided by."""
 
@@ -39,13 +40,6 @@ def quantize_linear_layers(onnx: Any, proto: Any) -> int:
     return changed
 
 
-def per_channel(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """[inputs, outputs] as whole numbers and the scale of each output."""
-    scale = np.maximum(np.abs(weight).max(axis=0), _LEAST) / _TOP
-    whole = np.clip(np.rint(weight / scale), -_TOP, _TOP).astype(np.int8)
-    return whole, scale.astype(np.float32)
-
-
 class _Graph:
     def __init__(self, onnx: Any, graph: Any) -> None:
         self.onnx, self.graph = onnx, graph
@@ -64,7 +58,9 @@ class _Graph:
     def product(self, node: Any, weight: str) -> list[Any]:
         (x, _), (out,) = node.input, node.output
         nodes = self._activations(x, self.held[weight].dims[0])
-        whole, scale = per_channel(self.onnx.numpy_helper.to_array(self.held[weight]))
+        values = self.onnx.numpy_helper.to_array(self.held[weight])
+        rows, scales = quantized_weight(torch.from_numpy(values.T.copy()))
+        whole, scale = np.ascontiguousarray(rows.numpy().T), scales.numpy()
         channels = whole.shape[1]
         matrix = self._constant(f"{weight}_int8", whole)
         column = self._constant(f"{weight}_scale", scale)
@@ -92,7 +88,7 @@ class _Graph:
         rows = self._constant(f"veca_rows_{channels}", np.array([-1, channels]))
         axis = self._constant("veca_last", np.array([-1]))
         least = self._constant("veca_least", np.array(_LEAST, np.float32))
-        top = self._constant("veca_top", np.array(_TOP, np.float32))
+        top = self._constant("veca_top", np.array(LARGEST, np.float32))
         helper = self.onnx.helper
         zeros = helper.make_tensor("value", self.onnx.TensorProto.UINT8, [1], [_ZERO])
         return [

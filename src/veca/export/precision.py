@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
 from veca.errors import InputError, check_choice
+from veca.quantization import GATE, Agreement
 
 PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 """float32, half precision, bfloat16, and whole numbers of 8 bit in the linear layers."""
@@ -18,32 +18,30 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16}
 """What 0.1 called a precision."""
 
 
-class Gate(NamedTuple):
-    """The least agreement (mean cosine) with the float32 model on photos."""
-
-    cls: float
-    """Of the global embedding."""
-    patches: float
-    """Of patches and of the other cores."""
+GATES = {"fp16": Agreement(0.9995, 0.9995), "bf16": Agreement(0.9995, 0.999), "int8": GATE}
+"""The least agreement with the float32 model on photos, by precision. That of patches holds for the
+other cores, too. A file in float32 has to be equal to rounding."""
 
 
-GATES = {"fp16": Gate(0.9995, 0.9995), "bf16": Gate(0.9995, 0.999), "int8": Gate(0.998, 0.996)}
-"""By precision; a file in float32 has to be equal to rounding."""
-
-
-def check_precision(precision: str, dtype: str | None = None) -> str:
-    """A precision, or that of `dtype`, by which 0.1 called it."""
+def check_precisions(precision: str | Sequence[str], dtype: str | None = None) -> list[str]:
+    """The precisions asked for, each once; or that of `dtype`, by which 0.1 called it."""
     if dtype is not None:
         check_choice("dtype", dtype, DTYPES)
         precision = next(short for short, name in NAMES.items() if name == dtype)
         warnings.warn(
             f"dtype={dtype!r} is called precision={precision!r} now", DeprecationWarning, 3
         )
-    check_choice("precision", precision, PRECISIONS)
-    return precision
+    asked = [precision] if isinstance(precision, str) else list(precision)
+    if not asked:
+        raise InputError("precision is empty; give one or several of " + ", ".join(PRECISIONS))
+    for one in asked:
+        check_choice("precision", one, PRECISIONS)
+    return list(dict.fromkeys(asked))
 
 
-def check_gate(gate: Gate | tuple[float, float] | float | None, precision: str) -> Gate | None:
+def check_gate(
+    gate: Agreement | tuple[float, float] | float | None, precision: str
+) -> Agreement | None:
     """The gate for a precision: as given (one number for both), or its own; None for float32."""
     if precision == "fp32":
         if gate is not None:
@@ -57,5 +55,4 @@ def check_gate(gate: Gate | tuple[float, float] | float | None, precision: str) 
         raise InputError(
             f"a gate is the least agreement of CLS and of patches, from 0 to 1; got {gate!r}."
         )
-    assert not any(math.isnan(number) for number in numbers)
-    return Gate(*map(float, numbers))
+    return Agreement(*map(float, numbers))

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veca.export.graph import OUTPUTS
-from veca.export.precision import Gate
 from veca.images import find_images
 from veca.images.bundled import bundled_photos
 from veca.model import Veca
+from veca.quantization import Agreement
 
 BATCHES = (1, 3)
 SIZES = ((224, 224), (256, 384))
@@ -56,7 +56,7 @@ class FileCheck:
     def max_difference(self) -> float:
         return max(self.differences.values())
 
-    def wrong(self, gate: Gate | None) -> str | None:
+    def wrong(self, gate: Agreement | None) -> str | None:
         """The output that does not pass, and why in words; None where all do.
 
         Args:
