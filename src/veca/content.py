@@ -144,8 +144,9 @@ class Calibration:
 
     def _margin(self, table: SizeTable, agreement: float) -> float:
         """That of the nearest promises on both sides, whichever is larger."""
-        places = np.searchsorted(self.promises, agreement, "right") - 1, np.searchsorted(
-            self.promises, agreement
+        places = (
+            np.searchsorted(self.promises, agreement, "right") - 1,
+            np.searchsorted(self.promises, agreement),
         )
         return max(table.margins[int(place)] for place in places)
 
@@ -228,7 +229,11 @@ def _numbers(values: Sequence[object], where: str) -> tuple[Any, ...]:
 
 
 def _check_lengths(found: Calibration, where: str) -> None:
-    ascending = [found.promises, *(t.shares for t in found.sizes), *(t.budgets for t in found.sizes)]
+    ascending = [
+        found.promises,
+        *(t.shares for t in found.sizes),
+        *(t.budgets for t in found.sizes),
+    ]
     fits = all(
         len(t.shares) == len(t.offsets) == len(t.slopes)
         and len(t.margins) == len(found.promises)

@@ -275,9 +275,7 @@ class InferenceEngine(FeatureModel):
             x, torch.zeros_like(x), raw, prepared.periphery, prepared.rotation, prepared.grid
         )
 
-    def _on(
-        self, state: _State, done: int, end: int, merges: _Merges, rows: int | None
-    ) -> _State:
+    def _on(self, state: _State, done: int, end: int, merges: _Merges, rows: int | None) -> _State:
         """Through the blocks from `done` to `end`."""
         c = self.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, self.device)
