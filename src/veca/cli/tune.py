@@ -117,8 +117,8 @@ def tune(
     facts = tuning.conditions
     if facts["enlarged"]:
         say(
-            f"warning: of {numbers.count(facts['photos'], 'photo')} {facts['enlarged']} smaller than "
-            f"{tuning.reference.size} px had to be enlarged, which flatters small points."
+            f"warning: of {numbers.count(facts['photos'], 'photo')} {facts['enlarged']} smaller "
+            f"than {tuning.reference.size} px had to be enlarged, which flatters small points."
         )
     point = tuning.choose(wish) if wish else None
     written = []
