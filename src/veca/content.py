@@ -118,9 +118,9 @@ class Calibration:
         """The share of tokens that each image of a batch needs.
 
         Args:
+            agreement: from `of_each`.
             differences: [B] `veca.merging.unlikeness` before the first windows merge.
         """
-        self.check(agreement)
         values = differences.double().cpu().numpy()
         bounds = [
             table.expected(values) + self._margin(table, agreement) for table in self._tables(grid)
@@ -129,23 +129,30 @@ class Calibration:
 
     def budget(self, grid: tuple[int, int], agreement: float, num_cores: int) -> int:
         """The least budget of cores that keeps the promise on 95 of 100 photos."""
-        self.check(agreement)
         found = [table.least_budget(1 - agreement) for table in self._tables(grid)]
         return max(num_cores if budget is None else budget for budget in found)
 
-    def check(self, agreement: float) -> None:
-        """Refuse a promise that cannot be given."""
-        least, most = self.promises[0], self.promises[-1]
-        if not least <= agreement <= most:
+    def of_each(self, agreement: float, dials: int = 1) -> float:
+        """What each of so many dials promises, so that they lose no more together.
+
+        Raises:
+            InputError: it is a promise that cannot be given.
+        """
+        each = 1 - (1 - agreement) / dials
+        least, most = (1 - (1 - one) * dials for one in (self.promises[0], self.promises[-1]))
+        if not least - 1e-9 <= agreement <= most + 1e-9:
+            both = " for cores and keep together" if dials > 1 else ""
             raise InputError(
-                f"this calibration can promise an agreement from {least:g} to {most:g}, got "
+                f"this calibration can promise an agreement from {least:g} to {most:g}{both}, got "
                 f"{agreement:g}; ask for one of these, or give cores and keep as numbers."
             )
+        return min(max(each, self.promises[0]), self.promises[-1])
 
     def _margin(self, table: SizeTable, agreement: float) -> float:
         """That of the nearest promises on both sides, whichever is larger."""
-        places = np.searchsorted(self.promises, agreement, "right") - 1, np.searchsorted(
-            self.promises, agreement
+        places = (
+            np.searchsorted(self.promises, agreement, "right") - 1,
+            np.searchsorted(self.promises, agreement),
         )
         return max(table.margins[int(place)] for place in places)
 
@@ -228,7 +235,11 @@ def _numbers(values: Sequence[object], where: str) -> tuple[Any, ...]:
 
 
 def _check_lengths(found: Calibration, where: str) -> None:
-    ascending = [found.promises, *(t.shares for t in found.sizes), *(t.budgets for t in found.sizes)]
+    ascending = [
+        found.promises,
+        *(t.shares for t in found.sizes),
+        *(t.budgets for t in found.sizes),
+    ]
     fits = all(
         len(t.shares) == len(t.offsets) == len(t.slopes)
         and len(t.margins) == len(found.promises)
@@ -263,11 +274,6 @@ def calibration_of(
             f"{found.merge_blocks}, not {merge_blocks}; {how}."
         )
     return found
-
-
-def promise_of_each(agreement: float, dials: int) -> float:
-    """What each of several dials promises, so that both together lose no more."""
-    return 1 - (1 - agreement) / dials
 
 
 def joined(parts: Sequence[Outputs], order: Sequence[Tensor]) -> Outputs:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from veca.cli.common import (
-    AutoCores,
     Agreement,
+    AutoCores,
     BatchSize,
     Device,
     Dtype,

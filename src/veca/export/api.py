@@ -14,7 +14,7 @@ import torch
 
 from veca._util import files
 from veca._util.numbers import count
-from veca.checks import check_budget, check_model, check_keep
+from veca.checks import check_budget, check_keep, check_model
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace

@@ -122,7 +122,9 @@ class TimmVeca(nn.Module):
 
     # ----------------------------------------------------------------------------------- forward
 
-    def forward(self, x: Tensor, cores: int | None = None, keep: float | str | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cores: int | None = None, keep: float | str | None = None
+    ) -> Tensor:
         """Logits of images [B, 3, H, W]; pooled features without a classifier."""
         budget = self._budget(cores)
         return self.forward_head(self.forward_features(x, budget, keep), cores=budget)

@@ -166,9 +166,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         layers: dict[int, LayerState] = {}
         maps: list[Tensor] = []
         before: LayerState | None = None
-        walk = self.veca.walk(
-            pixel_values, cores, last=max(1, last), keep=keep, agreement=promise
-        )
+        walk = self.veca.walk(pixel_values, cores, last=max(1, last), keep=keep, agreement=promise)
         for layer in walk:
             if layer.number in kept and not layer.merging:
                 layers[layer.number] = layer
