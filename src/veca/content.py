@@ -31,7 +31,7 @@ from veca.errors import InputError, VecaWarning, WeightsError, shown
 FILE = "calibration.json"
 """Beside weights."""
 FORMAT = "veca-calibration-1"
-LADDER = tuple(step / 20 for step in range(5, 20)) + (1.0,)
+LADDER = tuple(step / 20 for step in range(5, 21))
 """The shares that are chosen among: few, so that images of a batch often agree. Windows of 2 x 2
 reach all of them."""
 KEPT = 0.95
@@ -264,8 +264,8 @@ def calibration_of(
     how = "veca calibrate WEIGHTS --data PHOTOS makes one"
     if text is None:
         raise InputError(
-            f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and keep "
-            "as numbers."
+            f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and "
+            "keep as numbers."
         )
     found = read(text)
     if found.merge_blocks != merge_blocks:
