@@ -64,6 +64,8 @@ def check_keep(keep: float | str | None) -> float:
     """The share of patch tokens that go on: `keep`, or all of them when it is None."""
     if keep is None:
         return 1.0
+    if isinstance(keep, torch.SymInt):  # a graph is traced for any; see `merging.merge_plan`
+        return keep  # type: ignore[return-value]
     if isinstance(keep, str) and keep == AUTO:
         raise InputError(
             f"keep={AUTO!r} chooses for each image while the model runs, which cannot be had here; "

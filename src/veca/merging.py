@@ -20,6 +20,8 @@ from torch.nn import functional as F
 
 LEAST_KEEP = 0.2
 """The smallest share of patch tokens that may go on."""
+LEAST_OPEN_KEEP = 0.25
+"""The smallest where a graph leaves the share open: below it windows are of another size."""
 LEAST_LENGTH = 1e-12
 """Of a mean that others are divided by. Not the smallest float32: a GPU may take that for zero."""
 
@@ -58,7 +60,7 @@ def _outwards(count: int, device: torch.device) -> Tensor:
 
 
 def merge_plan(
-    blocks: tuple[int, ...], keep: float, grid: tuple[int, int]
+    blocks: tuple[int, ...], keep: float | torch.SymInt, grid: tuple[int, int]
 ) -> dict[int, tuple[int, int]]:
     """What merges where: {block: (side of the windows, tokens left)}, `keep` left after the last.
 
@@ -68,19 +70,23 @@ def merge_plan(
 
     Args:
         blocks: `VecaConfig.merge_blocks`.
+        keep: while a graph is traced for any share, ten-thousandths, from `LEAST_OPEN_KEEP` on.
     """
-    if keep == 1:
+    if not isinstance(keep, torch.SymInt) and keep == 1:
         return {}
     height, width = grid
     patches = height * width
     plan, left = {}, patches
     for number, block in enumerate(blocks, start=1):
-        share = 1 - (1 - keep) * number / len(blocks)
-        side = 2 if share >= 1 / 4 else 4
+        if isinstance(keep, torch.SymInt):
+            side, share = 2, 10_000 - (10_000 - keep) * number // len(blocks)
+        else:
+            part = 1 - (1 - keep) * number / len(blocks)
+            side, share = 2 if part >= 1 / 4 else 4, round(part * 10_000)
         whole = (height // side) * (width // side)
         least = patches - whole * (side * side - 1)
         # In whole numbers, because a grid that is left open in an export has no others.
-        target = (patches * round(share * 10_000) + 5_000) // 10_000
+        target = (patches * share + 5_000) // 10_000
         left = torch.sym_min(left, torch.sym_max(target, least))
         plan[block] = (side, left)
     return plan

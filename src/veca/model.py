@@ -564,7 +564,13 @@ class Veca(FeatureModel, nn.Module):
         """The same before the output projection: after the last norm, as wide as the network."""
 
         def found(walk: Iterator[LayerState]) -> VecaOutput:
-            return self.output(_end(walk), project=False)
+            last = _end(walk)
+            # One by one: gradients of the norm are summed in this order since 0.1.
+            parts = last.tokens.tensor_split([last.core_xy.shape[1]], dim=1)
+            normed, patches = (self.norm(part) for part in parts)
+            core_xy = last.core_xy.expand(len(patches), -1, -1)
+            patches = last.periphery.spread(patches, last.grid)
+            return VecaOutput(normed, patches, core_xy, last.grid)
 
         return self._over(images, cores, keep, agreement, found)
 
@@ -930,17 +936,14 @@ class Veca(FeatureModel, nn.Module):
         c = self.config
         return rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, device)
 
-    def output(self, layer: LayerState, norm: bool = True, project: bool = True) -> VecaOutput:
-        """What comes out after a layer: through the final norm and output projection, or raw.
-
-        Without `project` through the norm alone, where there is one.
-        """
+    def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
+        """What comes out after a layer: through the final norm and output projection, or raw."""
         x = self.norm(layer.tokens) if norm else layer.tokens
         budget = layer.core_xy.shape[1]
         if layer.periphery.token_of is not None:
             patches = layer.periphery.spread(x[:, budget:], layer.grid)
             x = torch.cat([x[:, :budget], patches], dim=1)
-        x = self.project(x) if norm and project else x
+        x = self.project(x) if norm else x
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
         return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 import statistics
 import time
@@ -415,15 +416,19 @@ class _Records:
                 f"{about.get(name)}); choose another --out, or --overwrite them."
             )
         self._rounds = stored["rounds"]
+        for photo in self._rounds:
+            self.round(photo)  # what is odd is told before anything is measured
 
     def round(self, photo: str) -> dict[Candidate, dict[str, float | None]]:
         """What is known of a photo."""
         rows = self._rounds.get(photo, {})
-        found = {}
-        for text, row in rows.items():
-            size, cores, keep, precision = text.split("/")
-            found[Candidate(int(size), int(cores), float(keep), precision)] = row
-        return found
+        try:
+            return {_parsed(text): _checked(row) for text, row in rows.items()}
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+            raise InputError(
+                f"{self.path}: rounds.{photo} holds no measurements; remove that file, or choose "
+                "another --out."
+            ) from error
 
     def keep(self, photo: str, found: Mapping[Candidate, dict[str, float | None]]) -> None:
         """Note a round; it is on the disk, whole, when this returns."""
@@ -434,6 +439,21 @@ class _Records:
         table = {"format": _FORMAT, "about": self.about, "rounds": self._rounds}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self.path, table)
+
+
+def _parsed(text: str) -> Candidate:
+    """A candidate, from its name in the file."""
+    size, cores, keep, precision = text.split("/")
+    return Candidate(int(size), int(cores), float(keep), precision)
+
+
+def _checked(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """What was measured of a candidate; ValueError and the like if it cannot have been."""
+    found = {name: float(row[name]) for name in ("ms", "cls")}
+    patches = row["patches"]
+    if not 0 < found["ms"] < math.inf or not -2 < found["cls"] < 2:
+        raise ValueError
+    return {**found, "patches": None if patches is None else float(patches)}
 
 
 def _summary(

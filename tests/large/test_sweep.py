@@ -229,7 +229,7 @@ def test_features_in_memory_are_made_again(tiny, tmp_path):
     assert np.array_equal(out.features, large.features(tiny, picture, tile=3).features)
 
 
-@pytest.mark.parametrize("damage", ["sums", "states", "layer", "empty"])
+@pytest.mark.parametrize("damage", ["sums", "flipped", "states", "layer", "empty"])
 def test_what_is_damaged_is_computed_again(tiny, tmp_path, damage):
     picture, state = photo(), tmp_path / "state"
     wanted = large.features(tiny, picture, tile=3).features
@@ -237,6 +237,9 @@ def test_what_is_damaged_is_computed_again(tiny, tmp_path, damage):
         large.features(tiny, picture, state=state, tile=3, spill="disk", progress=stop_at(50))
     if damage == "sums":
         (state / "sums.safetensors").write_bytes(b"half")
+    elif damage == "flipped":  # among the sums' numbers
+        path = state / "sums.safetensors"
+        path.write_bytes(path.read_bytes()[:-70] + b"\x3e" + path.read_bytes()[-69:])
     elif damage == "layer":
         path = state / "layer-003.safetensors"
         path.write_bytes(path.read_bytes()[:-9])

@@ -84,14 +84,14 @@ class Journal:
         for number in range(1, 10_000):
             path = self._layer(number)
             try:
-                tensors, _ = tensor_file.read_file(path, LargeError)
+                tensors = _read(path)
                 start = LayerStart(**{name: tensors[name] for name in LayerStart._fields})
             except (VecaError, KeyError):  # not there, or cut short when the power went
                 break
             self.layers.append(LayerStart(*(tensor.to(device) for tensor in start)))
         assert self.folder is not None
-        with contextlib.suppress(OSError, ValueError, KeyError, safetensors.SafetensorError):
-            tensors = safetensors.torch.load((self.folder / SUMS).read_bytes())
+        with contextlib.suppress(VecaError, ValueError, KeyError):
+            tensors = _read(self.folder / SUMS)
             number, tiles = tensors.pop("place").tolist()
             if number == len(self.layers):
                 self.sums = PartialAttention(*(tensors[n] for n in PartialAttention._fields))
@@ -121,10 +121,12 @@ class Journal:
             return
         place = torch.tensor([len(self.layers), tiles])
         tensors = {name: part.cpu().contiguous() for name, part in sums._asdict().items()}
+        tensors["place"] = place
+        seal = {tensor_file.SEAL: tensor_file.seal(tensor_file.content_hash(tensors), {})}
         target = self.folder / SUMS
         temporary = target.with_suffix(".new")
         with files.output_errors(target):
-            temporary.write_bytes(safetensors.torch.save({**tensors, "place": place}))
+            temporary.write_bytes(safetensors.torch.save(tensors, seal))
             os.replace(temporary, target)  # noqa: PTH105
 
     def remove(self) -> None:
@@ -138,3 +140,11 @@ class Journal:
         with contextlib.suppress(OSError):
             (self.folder / "lock").unlink(missing_ok=True)
             self.folder.rmdir()
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of ours, whose checksum has to be there and right."""
+    tensors, facts = tensor_file.read_file(path, LargeError)
+    if tensor_file.SEAL not in facts:
+        raise LargeError(f"{path} has no checksum; it is damaged.")
+    return tensors
