@@ -28,6 +28,18 @@ from veca._util.files import check_fields, parse_json, to_json
 from veca.config import AUTO
 from veca.errors import InputError, VecaWarning, WeightsError, shown
 
+__all__ = [
+    "FILE",
+    "KEPT",
+    "LADDER",
+    "Calibration",
+    "SizeTable",
+    "calibration_of",
+    "joined",
+    "least_share",
+    "read",
+]
+
 FILE = "calibration.json"
 """Beside weights."""
 FORMAT = "veca-calibration-1"
