@@ -44,7 +44,7 @@ from veca.images import check_size
 from veca.merging import unlikeness
 from veca.model import Veca, VecaOutput, evaluating
 
-__all__ = ["Check", "Measurements", "calibrate", "checked", "fitted", "measure"]
+__all__ = ["Check", "Measurements", "Records", "calibrate", "checked", "fitted", "measure"]
 
 SIZES = (224, 512)
 SHARES = (0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
@@ -55,7 +55,7 @@ PROMISES = (0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995)
 PHOTOS = 150
 CORE_PHOTOS = 40
 """Of the photos so many are enough for budgets, in which they hardly differ."""
-LEAST_PHOTOS = math.ceil(KEPT / (1 - KEPT))
+LEAST_PHOTOS = 20
 """Fewer say nothing of 95 in 100."""
 FOLDS = 5
 _FORMAT = "veca-calibrate-1"
@@ -147,7 +147,7 @@ def calibrate(
         raise InputError("sizes is empty; give at least one, such as 512.")
     count = at_least("count", count, LEAST_PHOTOS)
     content = str(model.provenance.get("tensors_sha256") or weights_hash(model))
-    records = _Records(None if measured is None else Path(measured).expanduser(), content)
+    records = Records(None if measured is None else Path(measured).expanduser(), content)
     found: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
     small = dict.fromkeys(sizes, 0)
     with evaluating(model):
@@ -334,7 +334,7 @@ def work_of(model: Veca, size: int) -> Floats:
     return np.array([cost(model.config, size, keep=k).veca.flops / full for k in LADDER])
 
 
-class _Records:
+class Records:
     """What was measured, by photo and size; on the disk, where there is a file."""
 
     def __init__(self, path: Path | None, weights: str) -> None:

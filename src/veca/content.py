@@ -28,10 +28,22 @@ from veca._util.files import check_fields, parse_json, to_json
 from veca.config import AUTO
 from veca.errors import InputError, VecaWarning, WeightsError, shown
 
+__all__ = [
+    "FILE",
+    "KEPT",
+    "LADDER",
+    "Calibration",
+    "SizeTable",
+    "calibration_of",
+    "joined",
+    "least_share",
+    "read",
+]
+
 FILE = "calibration.json"
 """Beside weights."""
 FORMAT = "veca-calibration-1"
-LADDER = tuple(step / 20 for step in range(5, 20)) + (1.0,)
+LADDER = tuple(step / 20 for step in range(5, 21))
 """The shares that are chosen among: few, so that images of a batch often agree. Windows of 2 x 2
 reach all of them."""
 KEPT = 0.95
@@ -118,9 +130,9 @@ class Calibration:
         """The share of tokens that each image of a batch needs.
 
         Args:
+            agreement: from `of_each`.
             differences: [B] `veca.merging.unlikeness` before the first windows merge.
         """
-        self.check(agreement)
         values = differences.double().cpu().numpy()
         bounds = [
             table.expected(values) + self._margin(table, agreement) for table in self._tables(grid)
@@ -129,18 +141,24 @@ class Calibration:
 
     def budget(self, grid: tuple[int, int], agreement: float, num_cores: int) -> int:
         """The least budget of cores that keeps the promise on 95 of 100 photos."""
-        self.check(agreement)
         found = [table.least_budget(1 - agreement) for table in self._tables(grid)]
         return max(num_cores if budget is None else budget for budget in found)
 
-    def check(self, agreement: float) -> None:
-        """Refuse a promise that cannot be given."""
-        least, most = self.promises[0], self.promises[-1]
-        if not least <= agreement <= most:
+    def of_each(self, agreement: float, dials: int = 1) -> float:
+        """What each of so many dials promises, so that they lose no more together.
+
+        Raises:
+            InputError: it is a promise that cannot be given.
+        """
+        each = 1 - (1 - agreement) / dials
+        least, most = (1 - (1 - one) * dials for one in (self.promises[0], self.promises[-1]))
+        if not least - 1e-9 <= agreement <= most + 1e-9:
+            both = " for cores and keep together" if dials > 1 else ""
             raise InputError(
-                f"this calibration can promise an agreement from {least:g} to {most:g}, got "
+                f"this calibration can promise an agreement from {least:g} to {most:g}{both}, got "
                 f"{agreement:g}; ask for one of these, or give cores and keep as numbers."
             )
+        return min(max(each, self.promises[0]), self.promises[-1])
 
     def _margin(self, table: SizeTable, agreement: float) -> float:
         """That of the nearest promises on both sides, whichever is larger."""
@@ -258,8 +276,8 @@ def calibration_of(
     how = "veca calibrate WEIGHTS --data PHOTOS makes one"
     if text is None:
         raise InputError(
-            f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and keep "
-            "as numbers."
+            f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and "
+            "keep as numbers."
         )
     found = read(text)
     if found.merge_blocks != merge_blocks:
@@ -268,11 +286,6 @@ def calibration_of(
             f"{found.merge_blocks}, not {merge_blocks}; {how}."
         )
     return found
-
-
-def promise_of_each(agreement: float, dials: int) -> float:
-    """What each of several dials promises, so that both together lose no more."""
-    return 1 - (1 - agreement) / dials
 
 
 def joined(parts: Sequence[Outputs], order: Sequence[Tensor]) -> Outputs:

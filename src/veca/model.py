@@ -796,7 +796,7 @@ class Veca(FeatureModel, nn.Module):
         if promise is None or not is_auto(cores):
             return check_budget(cores, self.config.num_cores)
         grid = check_images(images, self.config.in_channels, self.config.patch_size)
-        each = content.promise_of_each(promise, 2 if is_auto(keep) else 1)
+        each = self.calibration.of_each(promise, 2 if is_auto(keep) else 1)
         return self.calibration.budget(grid, each, self.config.num_cores)
 
     @property
@@ -852,11 +852,10 @@ class Veca(FeatureModel, nn.Module):
         """`before_merging`, and the share that each image chooses there."""
         promise = check_agreement(agreement, cores, AUTO)
         assert promise is not None
-        each = content.promise_of_each(promise, 2 if is_auto(cores) else 1)
         check_images(images, self.config.in_channels, self.config.patch_size)
         check_readable(images, self.training)
         calibration = self.calibration
-        calibration.check(each)
+        each = calibration.of_each(promise, 2 if is_auto(cores) else 1)
         budget = self._budget(images, cores, AUTO, promise)
         early = self.before_merging(images, budget, **to)
         if early[-1].tokens.shape[1] <= budget:  # the walk ends here, with cores alone
