@@ -19,7 +19,10 @@ def graph(weights):
     nodes = [helper.make_node("MatMul", ["x", f"w{i}"], [f"y{i}"]) for i in range(len(weights))]
     held = [onnx.numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)]
     inputs = [helper.make_tensor_value_info("x", kind, ["batch", "rows", weights[0].shape[0]])]
-    outputs = [helper.make_tensor_value_info(f"y{i}", kind, None) for i in range(len(weights))]
+    outputs = [
+        helper.make_tensor_value_info(f"y{i}", kind, ["batch", "rows", w.shape[1]])
+        for i, w in enumerate(weights)
+    ]
     return helper.make_model(
         helper.make_graph(nodes, "g", inputs, outputs, held),
         opset_imports=[helper.make_opsetid("", 20)],

@@ -151,10 +151,10 @@ def npm(folder, script):
 def test_npm_that_is_missing_or_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ExportError, match="npm.*--ort"):
+    with pytest.raises(ExportError, match=r"npm.*--ort"):
         browser_runtime.find_runtime()
     monkeypatch.setenv("PATH", npm(tmp_path, "echo 'npm error code E404' >&2; exit 1"))
-    with pytest.raises(ExportError, match="E404.*--ort"):
+    with pytest.raises(ExportError, match=r"E404.*--ort"):
         browser_runtime.find_runtime()
     other = archive(tmp_path)
     (tmp_path / "bin" / "npm").write_text(f"#!/bin/sh\n/bin/cp {other} .\n")
