@@ -10,13 +10,12 @@ machine and the bytes of the photos, so that a second run goes on where the firs
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from veca._util.files import atomic_write, atomic_write_json, check_fields, read
 from veca.bench import DTYPES, BenchPlan, take_turns
 from veca.checks import check_budget, check_keep, check_model
 from veca.embed.pipeline import checked_what, explained_out_of_memory
-from veca.embed.sources import Sources, open_images, to_read
+from veca.embed.sources import Sources, drawn
 from veca.errors import InputError, SourceError, VecaError, at_least, check_choice
 from veca.images import check_size, preprocess
 from veca.model import Veca, evaluating
@@ -252,7 +251,7 @@ def tune(
         overwrite=overwrite,
     )
     runs = _Runs(model, wanted, batch_size, reference)
-    chosen = _chosen(photos, at_least("count", count))
+    count, chosen = at_least("count", count), drawn(photos)
     total, done, begun = count * len(candidates), 0, time.monotonic()
     used: list[str] = []
     small = 0
@@ -315,24 +314,6 @@ def _candidates(
     shares = [check_keep(share) for share in keep]
     tried = itertools.product(sizes, budgets, shares, precisions)
     return list(dict.fromkeys(Candidate(*one) for one in tried))
-
-
-def _chosen(photos: Sources, count: int) -> Iterator[tuple[str, Image.Image]]:
-    """Photos in an order that their names give, each with the hash of its bytes."""
-    from veca.images import read_image
-
-    source = open_images(photos)
-
-    def rank(index: int) -> bytes:
-        return hashlib.sha256(os.fsencode(Path(source.name(index)).name)).digest()
-
-    for index in sorted(range(len(source)), key=rank):
-        try:
-            key = hashlib.sha256(source.read(index)).hexdigest()
-            image = read_image(to_read(source, index))
-        except (VecaError, OSError):
-            continue
-        yield key, image
 
 
 class _Runs:

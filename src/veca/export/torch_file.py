@@ -67,15 +67,16 @@ class TorchRunner:
                 program = move_to_device_pass(program, device)
         self.device = torch.device(device)
         self.facts = parse_json(facts[FACTS] or "{}", f"{FACTS} in {path}", ExportError)
-        self._open_budget = self.facts.get("cores") == "any"
+        self._open = [name for name in ("cores", "keep") if self.facts.get(name) == "any"]
         self._module = program.module()
 
-    def __call__(self, images: Tensor, cores: int | None = None) -> dict[str, Tensor]:
-        args: tuple[Tensor, ...] = (images.to(self.device, torch.float32),)
-        if self._open_budget:
-            args += (torch.tensor(cores, device=self.device),)
+    def __call__(
+        self, images: Tensor, cores: int | None = None, keep: float = 1.0
+    ) -> dict[str, Tensor]:
+        given = {"cores": cores, "keep": keep}
+        inputs = [torch.tensor(given[name], device=self.device) for name in self._open]
         with torch.no_grad():
-            return self._module(*args)
+            return self._module(images.to(self.device, torch.float32), *inputs)
 
 
 def _is_no_tensor(name: str) -> bool:
