@@ -23,7 +23,7 @@ from attack.damage import Damage, Mutant, mutate
 from attack.pictures import photo
 from attack.registry import Options, Report
 from attack.sandbox import Result, digest, in_a_fork, judged
-from veca import weights
+from veca import content, weights
 from veca._util.tensor_file import SEAL
 from veca.core_memory import CoreMemory
 from veca.data.decode import EncodedImage
@@ -362,8 +362,21 @@ def _make_settings(folder: Path) -> None:
 
 
 def _make_tuning(folder: Path) -> None:
-    photos(folder / "photos", 2)
+    photos(folder / "photos", 20)
     _tuned(folder)
+    (folder / "calibration.json").write_bytes(_calibrate(folder).to_bytes())
+
+
+def _calibrate(folder: Path) -> content.Calibration:
+    from veca.calibrate import calibrate
+
+    return calibrate(
+        model(), folder / "photos", sizes=[32], count=20, measured=folder / "measured.json"
+    )
+
+
+def _calibrated(folder: Path) -> object:
+    return _calibrate(folder).sizes
 
 
 def _tuned(folder: Path) -> object:
@@ -572,6 +585,13 @@ TARGETS: Mapping[str, Target] = {
     "point": Target("settings", "point.json", lambda f: read_point(f / "point.json"), _J),
     "probe-record": Target("settings", "results.json", lambda f: read_run(f / "results.json"),
                            _J),
+    "calibration": Target(
+        "tuning",
+        "calibration.json",
+        lambda f: content.read((f / "calibration.json").read_bytes()),
+        _J,
+    ),
+    "calibrate-measurements": Target("tuning", "measured.json", _calibrated, _J),
     "tune-measurements": Target("tuning", "out/measurements.json", _tuned, _J),
     "core-memory": Target("memory", "core.safetensors", _memory, _S, _SEALED, True),
     "large-manifest": Target("pass", "state/manifest.json", _pass, _J, always, True),
