@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from veca._util.files import atomic_write_json, check_fields, read_json
+from veca._util.files import atomic_write_json, check_fields, read_json, remove_leftovers
 from veca._util.machine import machine
 from veca.checks import check_model
 from veca.content import (
@@ -347,6 +347,8 @@ class Records:
         """
         self.path, self.weights = path, weights
         self._rows: dict[str, dict[str, Any]] = {}
+        if path is not None:
+            remove_leftovers(path.parent.glob(f".{path.name}.*.tmp"))
         if path is None or not path.exists():
             return
         stored = read_json(path, InputError)
