@@ -66,9 +66,9 @@ _PLACES = {
     "save": "weights",
 }
 _MODULES = {
-    *("attention", "bench", "collections", "data", "dense", "distill", "embed", "engine"),
-    *("export", "features", "images", "integrations", "large", "model", "points", "probe"),
-    *("quickstart", "rope", "teachers", "tune", "viz", "weights"),
+    *("attention", "bench", "calibrate", "collections", "content", "data", "dense", "distill"),
+    *("embed", "engine", "export", "features", "images", "integrations", "large", "model"),
+    *("points", "probe", "quickstart", "rope", "teachers", "tune", "viz", "weights"),
 }
 
 

@@ -88,7 +88,7 @@ def cost(
     0.299...
     """
     # These need torch, which counting does not.
-    from veca.checks import check_budget, check_share
+    from veca.checks import check_budget, check_keep
     from veca.merging import compared_patches, tokens_by_block
 
     config = model if isinstance(model, VecaConfig) else preset(model)
@@ -96,7 +96,7 @@ def cost(
     height, width = _check_size(size, config.patch_size)
     grid = (height // config.patch_size, width // config.patch_size)
     patches = grid[0] * grid[1]
-    share = check_share(keep)
+    share = check_keep(keep)
     layers = tokens_by_block(config.depth, config.merge_blocks, share, grid)
     compared = compared_patches(config.merge_blocks, share, grid)
     return Cost(
