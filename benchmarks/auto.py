@@ -11,8 +11,8 @@ ones are interpolated, as `veca calibrate` does.
 Time, over that of the full pass: on the first `--timed` photos, float32, one core, in turns, each
 the least of `--rounds` in processor seconds, which others on the machine disturb little; one by
 one, and in batches of `--batch`. With the oracle's shares given, images of a batch are grouped as
-"auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes folders of squares.
-`--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
+"auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes folders of
+squares. `--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ class TestDamage:
         extract(model, images, tmp_path / "a", size=32)
         embed(images, tmp_path / "b")
         (tmp_path / "a" / "features.json").write_text("[" * 100_000)
-        with pytest.raises(OutputError, match="features.json"):
+        with pytest.raises(OutputError, match=r"features\.json"):
             extract(model, images, tmp_path / "a", size=32)
         (tmp_path / "b" / parquet.MANIFEST).write_text("[" * 100_000)
         with pytest.raises(InputError, match=parquet.MANIFEST):
