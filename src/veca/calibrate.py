@@ -45,7 +45,7 @@ from veca.merging import unlikeness
 from veca.model import Veca, evaluating
 from veca.outputs import VecaOutput
 
-__all__ = ["Check", "Measurements", "Records", "calibrate", "checked", "fitted", "measure"]
+__all__ = ["HeldOut", "Measurements", "Records", "calibrate", "checked", "fitted", "measure"]
 
 SIZES = (224, 512)
 SHARES = (0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
@@ -88,7 +88,7 @@ class Measurements(NamedTuple):
         return np.concatenate([np.exp(between), np.zeros((len(logs), 1))], axis=1)
 
 
-class Check(NamedTuple):
+class HeldOut(NamedTuple):
     """How a promise is kept on photos that the choice had not seen, and what that takes."""
 
     size: int
@@ -280,7 +280,7 @@ def _nearly_all(losses: Floats) -> Floats:
     return found
 
 
-def checked(model: Veca, size: int, measured: Measurements) -> list[Check]:
+def checked(model: Veca, size: int, measured: Measurements) -> list[HeldOut]:
     """Each promise on photos that were held out, a fifth at a time."""
     folds = np.arange(len(measured.differences)) % FOLDS
     chosen = np.ones((len(PROMISES), len(folds)))
@@ -300,7 +300,7 @@ def checked(model: Veca, size: int, measured: Measurements) -> list[Check]:
 
 def compared(
     model: Veca, size: int, measured: Measurements, chosen: Floats, promise: float, cores: int
-) -> Check:
+) -> HeldOut:
     """What shares that were chosen for photos keep and take, beside a fixed one and an oracle."""
     losses, allowed = measured.losses(), 1 - promise
     work = work_of(model, size)
@@ -310,7 +310,7 @@ def compared(
     def mean_work(shares: Floats) -> float:
         return float(work[np.searchsorted(LADDER, np.asarray(shares) - 1e-9)].mean())
 
-    return Check(
+    return HeldOut(
         size=size,
         agreement=promise,
         photos=len(chosen),

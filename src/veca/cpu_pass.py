@@ -22,7 +22,7 @@ from veca.attention.reference import core_bias
 from veca.config import VecaConfig
 from veca.merging import Periphery, merge, merge_plan
 from veca.model import Block, CoreMove, Veca
-from veca.quantization import Recipe, quantized_rows, quantized_weight
+from veca.quantization import Rounding, quantized_rows, quantized_weight
 
 ROWS = 256
 """Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB."""
@@ -74,7 +74,7 @@ class CpuPass:
         model: Veca,
         *,
         wide: torch.dtype,
-        recipe: Recipe | None,
+        recipe: Rounding | None,
         attention: torch.dtype,
         compile: bool,
     ) -> None:
