@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import functools
 import platform
+import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -26,7 +28,16 @@ from veca.attention.reference import core_bias
 from veca.checks import check_model
 from veca.errors import InputError, check_choice
 from veca.model import Block, Veca
-from veca.quantization import Recipe, equalised, quantized_rows, quantized_weight
+from veca.quantization import (
+    GATE,
+    Agreement,
+    Recipe,
+    equalised,
+    mean_agreement,
+    photo_batches,
+    quantized_rows,
+    quantized_weight,
+)
 from veca.rope import Rotation
 
 PRECISIONS = ("fp32", "bf16", "fp16", "int8")
@@ -90,6 +101,71 @@ def check_precision(precision: str, *more: str) -> str:
 # ----------------------------------------------------------------------------------------- model
 
 _Module = TypeVar("_Module", bound=nn.Module)
+GATES = {"bf16": Agreement(0.9995, 0.999), "int8": GATE}
+"""The least agreement with float32 at which `fastest` takes a precision."""
+_ROUNDS = 5
+
+
+class Chosen(NamedTuple):
+    """A model, and why it is this one."""
+
+    model: Veca
+    reason: str
+
+
+def described(model: Veca) -> str:
+    """What a CPU computes a model's precision with."""
+    has = processor()
+    if model.precision == "fp32":
+        return "as the model is"
+    wide = f"bfloat16 ({has.bf16})" if has.bf16 else "bfloat16 (no instructions: slow)"
+    if model.precision == "bf16":
+        return wide
+    rest = wide if has.bf16 else "float32"
+    return f"int8 ({has.int8 or 'no instructions: slow'}), what is left in {rest}"
+
+
+@torch.inference_mode()
+def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = None) -> Chosen:
+    """The model in the precision that is fastest here, by a short measurement in turns.
+
+    Those that the processor has instructions for are tried, and taken only where they agree with
+    float32 on the bundled photos (`GATES`) and are faster. Else it is the model as it is.
+    """
+    if model.device.type != "cpu":
+        raise InputError(f"fastest measures a CPU, and this model is on {model.device}.")
+    if model.precision != "fp32":
+        return Chosen(model, f"it computes in {model.precision} already")
+    has, rejected = processor(), []
+    candidates = {"fp32": model}
+    for precision, flag in (("bf16", has.bf16), ("int8", has.int8)):
+        if not flag:
+            rejected.append(f"{precision}: the processor has no instructions for it")
+            continue
+        one = at_precision(model, precision)
+        if model.config.in_channels == 3:
+            found = mean_agreement(one, model, photo_batches(model, size=224))
+            if not found.passes(GATES[precision]):
+                rejected.append(
+                    f"{precision}: agrees {found.cls:.4f} (CLS), {found.patches:.4f} (patches)"
+                )
+                continue
+        candidates[precision] = one
+    height, width = (size, size) if isinstance(size, int) else size
+    images = torch.zeros(1, model.config.in_channels, height, width)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(_ROUNDS + 1):
+        for name, one in candidates.items():
+            start = time.perf_counter()
+            one(images, cores=cores)
+            if turn:  # the first is to warm up
+                times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    best = min(medians, key=lambda name: medians[name])
+    ratios = [f"{n} {medians['fp32'] / t:.2f}x" for n, t in medians.items() if n != "fp32"]
+    measured = f"beside float32 at {height} x {width} px: {', '.join(ratios)}" if ratios else ""
+    reason = "; ".join([*([measured] if measured else []), *rejected])
+    return Chosen(candidates[best], reason)
 
 
 def at_precision(
