@@ -38,7 +38,7 @@ from veca.errors import InputError, at_least, check_choice
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
 from veca.model import Block, CoreMove, CoresOutput, Veca, VecaOutput
-from veca.precision import DTYPES, Chosen, at_precision, check_precision, described, fastest
+from veca.precision import DTYPES, Fastest, at_precision, check_precision, described, fastest
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
@@ -342,7 +342,7 @@ class _State(NamedTuple):
 class CpuEngine(InferenceEngine):
     """Runs a model's weights on a CPU in one precision. Threads may share it."""
 
-    def __init__(self, chosen: Chosen, *, check_pixels: bool = False) -> None:
+    def __init__(self, chosen: Fastest, *, check_pixels: bool = False) -> None:
         model = chosen.model
         self.config, self.name, self.precision = model.config, model.name, model.precision
         self.take_origin(model)
@@ -523,7 +523,7 @@ def _on_cpu(
         budget = cores if isinstance(cores, int) else None
         chosen = fastest(ours, 224 if size is None else size, budget)
     else:
-        chosen = Chosen(at_precision(ours, precision, compile=bool(compile)), "asked for")
+        chosen = Fastest(at_precision(ours, precision, compile=bool(compile)), "asked for")
     found = CpuEngine(chosen, check_pixels=check_pixels)
     if size is not None:
         for budget in cores if isinstance(cores, Sequence) else [cores]:

@@ -15,7 +15,7 @@ from veca.images import ImageTransform, Preprocessed, Size, Source, preprocess
 
 if TYPE_CHECKING:
     from veca.points import OperatingPoint
-    from veca.quantization import Recipe
+    from veca.quantization import Rounding
 
 
 class FeatureModel:
@@ -32,7 +32,7 @@ class FeatureModel:
     """The operating point it was loaded at: where calls that say neither cores nor keep work."""
     precision: str = "fp32"
     """What `veca.precision.at_precision` made of it; a dtype of the weights is none of this."""
-    quantization: Recipe | None = None
+    quantization: Rounding | None = None
     """How its weights were rounded before they were stored, if they were."""
     _has_cores = True
 

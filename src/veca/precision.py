@@ -31,7 +31,7 @@ from veca.model import Block, Veca
 from veca.quantization import (
     GATE,
     Agreement,
-    Recipe,
+    Rounding,
     equalised,
     mean_agreement,
     photo_batches,
@@ -106,7 +106,7 @@ GATES = {"bf16": Agreement(0.9995, 0.999), "int8": GATE}
 _ROUNDS = 5
 
 
-class Chosen(NamedTuple):
+class Fastest(NamedTuple):
     """A model, and why it is this one."""
 
     model: Veca
@@ -126,7 +126,7 @@ def described(model: Veca) -> str:
 
 
 @torch.inference_mode()
-def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = None) -> Chosen:
+def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = None) -> Fastest:
     """The model in the precision that is fastest here, by a short measurement in turns.
 
     Those that the processor has instructions for are tried, and taken only where they agree with
@@ -135,7 +135,7 @@ def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = 
     if model.device.type != "cpu":
         raise InputError(f"fastest measures a CPU, and this model is on {model.device}.")
     if model.precision != "fp32":
-        return Chosen(model, f"it computes in {model.precision} already")
+        return Fastest(model, f"it computes in {model.precision} already")
     has, rejected = processor(), []
     candidates = {"fp32": model}
     for precision, flag in (("bf16", has.bf16), ("int8", has.int8)):
@@ -165,11 +165,11 @@ def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = 
     ratios = [f"{n} {medians['fp32'] / t:.2f}x" for n, t in medians.items() if n != "fp32"]
     measured = f"beside float32 at {height} x {width} px: {', '.join(ratios)}" if ratios else ""
     reason = "; ".join([*([measured] if measured else []), *rejected])
-    return Chosen(candidates[best], reason)
+    return Fastest(candidates[best], reason)
 
 
 def at_precision(
-    model: Veca, precision: str, *, recipe: Recipe | None = None, compile: bool = False
+    model: Veca, precision: str, *, recipe: Rounding | None = None, compile: bool = False
 ) -> Veca:
     """The model, on a CPU, computing in a precision; it shares the weights, which stay float32.
 
@@ -178,7 +178,7 @@ def at_precision(
     Args:
         precision: "fp32", "bf16" or "int8".
         recipe: with "int8", which layers are rounded; by default that of the weights where they
-            are quantised, or else `Recipe()`, equalised on the bundled photos.
+            are quantised, or else `Rounding()`, equalised on the bundled photos.
         compile: compile what concerns one token at a time, which takes a C++ compiler and half a
             minute at the first call.
     """
@@ -200,7 +200,7 @@ def at_precision(
     source, rounded = model, set[str]()
     if precision == "int8":
         given = recipe or model.quantization
-        rounded = set((given or Recipe()).layers(model))
+        rounded = set((given or Rounding()).layers(model))
         if given is None:
             source = _equalised(model)
     _keep_pages()
@@ -218,6 +218,39 @@ def at_precision(
         projection = fast.project = _as(FastProjection, model.project)
         projection.packed = _packed([model.project], wide, "project" in rounded)
     return fast.eval()
+
+
+def in_precision(model: Veca, name: str) -> Veca:
+    """A float32 model in a precision, on whatever device it is.
+
+    Args:
+        name: one of today, or what 0.1 called it and folders of features may say. "bfloat16" is
+            then the plain model in bfloat16, so that such folders are continued exactly; what
+            "bf16" is on a CPU is faster and more exact.
+    """
+    precision = check_precision(name)
+    if precision in DTYPES and (name == "bfloat16" or model.device.type != "cpu"):
+        return model.to(DTYPES[precision])
+    return model.half() if precision == "fp16" else at_precision(model, precision)
+
+
+def recorded(model: Veca) -> str:
+    """The name by which features say what computed them, and which `in_precision` takes."""
+    if model.precision != "fp32":
+        return model.precision
+    return str(model.dtype).removeprefix("torch.")
+
+
+def hint(model: Veca) -> str | None:
+    """What a user of float32 would gain from another precision, in a line."""
+    has = processor()
+    faster = [f"--precision {name}" for name in ("bf16", "int8") if getattr(has, name)]
+    if not faster or model.device.type != "cpu" or recorded(model) != "float32":
+        return None
+    return (
+        f"computing in fp32; {' or '.join(faster)} would be about 2 to 3 times faster on this "
+        "processor, and features differ a little (veca bench --precision shows by how much time)."
+    )
 
 
 def _equalised(model: Veca) -> Veca:
@@ -250,7 +283,7 @@ def _keep_pages() -> None:
 class FastEmbedding(nn.Conv2d):
     """The patch embedding as a product over patches."""
 
-    packed: Linear
+    packed: PackedLinear
 
     def forward(self, images: Tensor) -> Tensor:
         height, width = self.kernel_size
@@ -262,7 +295,7 @@ class FastEmbedding(nn.Conv2d):
 class FastProjection(nn.Linear):
     """The output projection, rows by rows."""
 
-    packed: Linear
+    packed: PackedLinear
 
     def forward(self, x: Tensor) -> Tensor:
         found = [_product(part, self.packed) for part in _parts(x.flatten(0, -2))]
@@ -272,7 +305,7 @@ class FastProjection(nn.Linear):
 class FastBlock(Block):
     """A block in low precision."""
 
-    packed: Layer
+    packed: PackedBlock
     steps: tuple[Callable[..., None], Callable[..., None]]
 
     def forward(
@@ -313,7 +346,7 @@ class FastBlock(Block):
 # ------------------------------------------------------------------------------------ arithmetic
 
 
-class Rounded(NamedTuple):
+class RoundedLinear(NamedTuple):
     """A linear layer in int8."""
 
     weight: Tensor
@@ -322,28 +355,28 @@ class Rounded(NamedTuple):
     bias: Tensor
 
 
-class Wide(NamedTuple):
+class WideLinear(NamedTuple):
     """A linear layer in float32 or bfloat16."""
 
     weight: Tensor
     bias: Tensor
 
 
-Linear: TypeAlias = "Rounded | Wide"
+PackedLinear: TypeAlias = "RoundedLinear | WideLinear"
 
 
-class Layer(NamedTuple):
+class PackedBlock(NamedTuple):
     """A block's weights, with q, k and v as one layer."""
 
     norm_attn: tuple[Tensor, Tensor]
-    qkv: Linear
-    out: Linear
+    qkv: PackedLinear
+    out: PackedLinear
     norm_ffn: tuple[Tensor, Tensor]
-    up: Linear
-    down: Linear
+    up: PackedLinear
+    down: PackedLinear
 
 
-def _packed(layers: list[Any], wide: torch.dtype, rounded: bool, heads: int = 0) -> Linear:
+def _packed(layers: list[Any], wide: torch.dtype, rounded: bool, heads: int = 0) -> PackedLinear:
     """Layers that read the same as one; with `heads`, q, k and v."""
     weight = torch.cat([layer.weight.detach().flatten(1) for layer in layers]).float()
     bias = torch.cat([layer.bias.detach() for layer in layers]).float()
@@ -351,12 +384,12 @@ def _packed(layers: list[Any], wide: torch.dtype, rounded: bool, heads: int = 0)
         weight, bias = _pairs_apart(weight, heads), _pairs_apart(bias, heads)
     if rounded:
         whole, scale = quantized_weight(weight)
-        return Rounded(whole.t(), scale, bias)
-    return Wide(weight.to(wide, copy=True), bias.to(wide, copy=True))
+        return RoundedLinear(whole.t(), scale, bias)
+    return WideLinear(weight.to(wide, copy=True), bias.to(wide, copy=True))
 
 
-def _packed_block(block: Block, name: str, wide: torch.dtype, rounded: set[str]) -> Layer:
-    def one(*parts: str) -> Linear:
+def _packed_block(block: Block, name: str, wide: torch.dtype, rounded: set[str]) -> PackedBlock:
+    def one(*parts: str) -> PackedLinear:
         layers = [block.get_submodule(part) for part in parts]
         heads = block.attn.heads if len(parts) > 1 else 0
         every = rounded.issuperset(f"{name}.{part}" for part in parts)
@@ -365,7 +398,7 @@ def _packed_block(block: Block, name: str, wide: torch.dtype, rounded: set[str])
     def norm(module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         return module.weight.detach().float().clone(), module.bias.detach().float().clone()
 
-    return Layer(
+    return PackedBlock(
         norm_attn=norm(block.norm_attn),
         qkv=one("attn.q", "attn.k", "attn.v"),
         out=one("attn.out"),
@@ -398,7 +431,7 @@ def _table(cores: Tensor, patches: Tensor, batch: int) -> Tensor:
     return torch.cat(list(both), dim=1).flatten(0, 1)
 
 
-def _attention_dtype(layer: Layer) -> torch.dtype:
+def _attention_dtype(layer: PackedBlock) -> torch.dtype:
     wide = processor().bf16 or any(part[0].dtype == torch.bfloat16 for part in layer[1:3])
     return torch.bfloat16 if wide else torch.float32
 
@@ -424,16 +457,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return scores.softmax(dim=-1) @ v
 
 
-def _product(x: Tensor, layer: Linear) -> Tensor:
+def _product(x: Tensor, layer: PackedLinear) -> Tensor:
     """A linear layer on float32 rows [..., in]; float32 comes out."""
-    if isinstance(layer, Wide):
+    if isinstance(layer, WideLinear):
         return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias).float()
     rounded, row = quantized_rows(x)
     # As in `quantized_linear_reference`, equal to rounding.
     return torch.addcmul(layer.bias, torch._int_mm(rounded, layer.weight) * layer.scale, row)
 
 
-def _read(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, eps: float) -> None:
+def _read(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layer: PackedBlock, eps: float) -> None:
     """Rows' q, k and v into `out` [R, 3, H, d], q and k turned."""
     found = _product(F.layer_norm(x, x.shape[-1:], *layer.norm_attn, eps), layer.qkv)
     found = found.view(out.shape)
@@ -445,7 +478,7 @@ def _read(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, eps: f
     out[:, 2] = found[:, 2]
 
 
-def _write(out: Tensor, x: Tensor, mixed: Tensor, layer: Layer, eps: float) -> None:
+def _write(out: Tensor, x: Tensor, mixed: Tensor, layer: PackedBlock, eps: float) -> None:
     """Rows of the residual stream after the block into `out`, given what attention found."""
     after = x + _product(mixed.float(), layer.out)
     hidden = _product(F.layer_norm(after, x.shape[-1:], *layer.norm_ffn, eps), layer.up)

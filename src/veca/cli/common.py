@@ -86,7 +86,7 @@ Pca = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Of the written features: float16, float32.")]
 Precision = Annotated[
-    str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
+    str, typer.Option(help="What the model computes in: fp32, bf16, fp16 (GPU), int8 (CPU).")
 ]
 BatchSize = Annotated[
     int, typer.Option(min=1, help="Images of one size that are computed together, at most.")

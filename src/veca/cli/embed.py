@@ -55,7 +55,7 @@ def embed(
     width: Width = None,
     pca: Pca = None,
     dtype: Dtype = "float16",
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     batch_size: BatchSize = 32,
     workers: Annotated[
         int | None,

@@ -62,7 +62,7 @@ def features(
         str | None, typer.Option(help="npz or safetensors.", show_default="npz")
     ] = None,
     dtype: Dtype = "float16",
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     batch_size: BatchSize = 16,
     device: Device = "auto",
     threads: Threads = None,
