@@ -44,6 +44,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", "int8")
 """What a model computes in: one vocabulary for all commands."""
 OLD_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 """What 0.1 called them."""
+PROTOCOL_NAMES = {"fp32": "float32", "fp16": "float16"}
+"""What protocols of probes go on calling them."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS = 256
 """Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB or two."""

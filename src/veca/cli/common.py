@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from veca.data import ImageSource
+    from veca.model import Veca
 
 console = Console()
 
@@ -191,6 +192,15 @@ def renamed(old: str, new: str) -> None:
 def say_estimate(estimate: object) -> None:
     """What a run will take, in a line of its own before it starts."""
     console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
+
+
+def say_hint(model: Veca) -> None:
+    """In a line, what another precision would gain where the model computes in float32."""
+    from veca.precision import hint
+
+    line = hint(model)
+    if line is not None:
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def say_passed_over(images: ImageSource) -> None:

@@ -91,6 +91,7 @@ def embed(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
     on_estimate: Callable[[DiskEstimate], None] | None = None,
+    on_model: Callable[[Veca], None] | None = None,
     batch: int | None = None,
     patches: bool | None = None,
 ) -> EmbedReport:
@@ -142,6 +143,7 @@ def embed(
         on_error: "skip" lists images that cannot be read and goes on; "raise" stops at the first.
         overwrite: start over: remove what earlier runs wrote to `out`.
         progress: called with (images done, images in all) as the work goes on.
+        on_model: called with the model before the work starts.
         on_estimate: called before the work starts with what it will take on the disk.
         batch, patches: the names of `batch_size` and `what` in 0.1.
 
@@ -198,6 +200,8 @@ def embed(
         agreement=agreement,
         there=there[0] if there else None,
     )
+    if on_model is not None and engine == "local":
+        on_model(model)
     at_once = batches_at_once(model.device, threads)
     decode_ahead = partial(
         pool.ordered_map, workers=pool.default_workers() if workers is None else workers
