@@ -73,7 +73,9 @@ class Prepared(Protocol):
 class Campaign(Prepared, Protocol):
     """Prepared files, and how they are listed."""
 
-    def targets(self) -> list[str]: ...
+    def targets(self, count: int) -> dict[str, int]:
+        """How many cases each has, of a campaign of `count`."""
+        ...
 
     def row_of(self, target: str) -> str:
         """The row of the table that a target counts in."""
@@ -233,10 +235,11 @@ def run_campaign(
     tally = Tally(options.state / f"{name}.json", {"seed": options.seed, "count": options.count})
     with tempfile.TemporaryDirectory() as folder:
         prepared = make(Path(folder))
-        wanted = [one for one in prepared.targets() if not options.only or one in options.only]
+        every = prepared.targets(options.count)
+        wanted = {one: n for one, n in every.items() if not options.only or one in options.only}
         done = attack(
             prepared,
-            dict.fromkeys(wanted, options.count),
+            wanted,
             tally,
             seed=options.seed,
             until=options.until,

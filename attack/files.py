@@ -603,8 +603,8 @@ class Files:
         )
         self.files = {name: self._file(name) for name in self.names}
 
-    def targets(self) -> list[str]:
-        return self.names
+    def targets(self, count: int) -> dict[str, int]:
+        return dict.fromkeys(self.names, count)
 
     @staticmethod
     def row_of(target: str) -> str:

@@ -15,7 +15,7 @@ class Attack(NamedTuple):
 
 ATTACKS = {
     "images": Attack("damaged images, four ways: read, features, pack, demo", 65, 8),
-    "files": Attack("damaged files of every other format that is read", 60, 6),
+    "files": Attack("damaged files of every other format that is read", 100, 6),
     "kills": Attack("SIGKILLs at random moments of every command that can go on", 100, 4),
     "hostile": Attack("full disks, deleted folders, two writers, changed sources", 1, 1),
     "requests": Attack("requests to the demo that no page of ours sends", 300, 1),

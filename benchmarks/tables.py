@@ -326,6 +326,7 @@ TABLES: dict[str, Table] = {
     "control": ("probes/control", scores.control),
     "budgets": ("probes/shipped", scores.budgets),
     "few": ("probes/few", scores.few),
+    "keep": ("probes/keep", scores.keep),
 }
 
 

@@ -141,7 +141,7 @@ def _models(
     say: Callable[[str], None],
 ) -> dict[str, Exported]:
     """The files by what runs them, in place."""
-    found = {}
+    found: dict[str, Exported] = {}
     for device, one in (("wasm", precision), ("webgpu", "bf16")):
         if device == "webgpu" and precision == one:
             found[device] = found["wasm"]
