@@ -292,7 +292,7 @@ def test_calibrating_measures_what_the_model_loses(photos, tmp_path):
     found = calibrate(
         model, photos, sizes=[64], measured=kept, progress=lambda *at: done.append(at[0])
     )
-    assert found.about["photos"] == 22 and len(done) == 22
+    assert found.about["photos"] == {"64": 22} and len(done) == 22
     rows = json.loads(kept.read_text())["rows"]
     key, photo = next(library.drawn(photos))
     pixels = model.transform(64)(photo).unsqueeze(0)
@@ -335,6 +335,10 @@ def test_the_command_writes_beside_the_weights(photos, tmp_path, capsys):
     assert out.patches.shape == (2, 16, 24)
     assert main(["calibrate", str(folder), *words, "--out", str(tmp_path / "copy")]) == 0
     assert veca.load(tmp_path / "copy").calibration.sizes == veca.load(folder).calibration.sizes
+    assert main(["calibrate", str(folder), *words, "--sizes=32", "--photos=21"]) == 0
+    both = veca.load(folder).calibration
+    assert [table.size for table in both.sizes] == [32, 64]
+    assert both.about["photos"] == {"32": 21, "64": 20}
     assert main(["calibrate", "tiny", *words]) == 2
     assert "--out" in capsys.readouterr().err
     assert main(["calibrate", str(folder), "--data", str(tmp_path / "none")]) == 2
