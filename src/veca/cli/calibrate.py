@@ -109,8 +109,8 @@ def calibrate(
     for size, enlarged in found.about["enlarged"].items():
         if enlarged:
             say(
-                f"warning: {enlarged} of {found.about['photos'][size]} photos are smaller than {size} px "
-                "and were enlarged, which flatters what is chosen."
+                f"warning: {enlarged} of {found.about['photos'][size]} photos are smaller than "
+                f"{size} px and were enlarged, which flatters what is chosen."
             )
     say(f"wrote {out / content.FILE}")
 
