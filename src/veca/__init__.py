@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from veca.dense import DenseVit
     from veca.engine import InferenceEngine, compile_for_inference
     from veca.images import preprocess
-    from veca.model import Veca, VecaOutput
+    from veca.model import Veca
+    from veca.outputs import VecaOutput
     from veca.weights import (
         create_model,
         export_official,

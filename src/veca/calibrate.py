@@ -42,7 +42,8 @@ from veca.embed.sources import Sources, drawn
 from veca.errors import InputError, SourceError, at_least
 from veca.images import check_size
 from veca.merging import unlikeness
-from veca.model import Veca, VecaOutput, evaluating
+from veca.model import Veca, evaluating
+from veca.outputs import VecaOutput
 
 __all__ = [
     "Check",
@@ -217,15 +218,15 @@ def measure(model: Veca, photo: Image.Image, size: int, with_cores: bool) -> dic
     pixels = model.transform(size)(photo).unsqueeze(0).to(model.device)
     with explained_out_of_memory(f"out of memory at {size} px; leave it out of sizes."):
         early = model.before_merging(pixels)
-        patches = early[-1].tokens[:, model.config.num_cores :]
+        patches = early.states[-1].tokens[:, model.config.num_cores :]
 
         def at(keep: float) -> VecaOutput:
-            *_, end = model.walk_on(early, [keep])
+            *_, end = model.walk(early, keep=keep)
             return model.output(end)
 
         full = at(1.0)
         row = {
-            "difference": unlikeness(patches, early[-1].grid).item(),
+            "difference": unlikeness(patches, early.states[-1].grid).item(),
             "keep": [loss(at(keep), full) for keep in SHARES],
         }
         if with_cores:

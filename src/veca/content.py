@@ -17,7 +17,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -54,6 +54,14 @@ NEARLY = 1.3
 
 Floats = NDArray[np.float64]
 Outputs = TypeVar("Outputs")
+
+
+class Chosen(NamedTuple):
+    """What `cores` and `keep` are for a batch of images, where they are "auto"."""
+
+    cores: int
+    keep: tuple[float, ...]
+    """The share of patch tokens of each image."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ for.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -23,7 +22,7 @@ from veca.attention.reference import core_bias
 from veca.config import VecaConfig
 from veca.merging import Periphery, merge, merge_plan
 from veca.model import Block, CoreMove, Veca
-from veca.quantization import LARGEST, Recipe, quantized_rows, quantized_weight
+from veca.quantization import Recipe, quantized_rows, quantized_weight
 
 ROWS = 256
 """Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB."""

@@ -36,7 +36,8 @@ from veca.checks import (
 from veca.errors import InputError, at_least
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
-from veca.model import Block, CoreMove, CoresOutput, Veca, VecaOutput
+from veca.model import Block, CoreMove, Veca
+from veca.outputs import CoresOutput, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
