@@ -45,7 +45,16 @@ from veca.merging import unlikeness
 from veca.model import Veca, evaluating
 from veca.outputs import VecaOutput
 
-__all__ = ["HeldOut", "Measurements", "Records", "calibrate", "checked", "fitted", "measure"]
+__all__ = [
+    "HeldOut",
+    "Measurements",
+    "Records",
+    "calibrate",
+    "checked",
+    "extended",
+    "fitted",
+    "measure",
+]
 
 SIZES = (224, 512)
 SHARES = (0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
@@ -171,8 +180,8 @@ def calibrate(
     by_size = {size: as_measurements(rows) for size, rows in sorted(found.items())}
     checks = [row for size, m in by_size.items() for row in checked(model, size, m)]
     about = {
-        "photos": len(found[sizes[0]]),
-        "photos_for_cores": min(len(found[sizes[0]]), CORE_PHOTOS),
+        "photos": {str(size): len(rows) for size, rows in found.items()},
+        "photos_for_cores": {str(size): min(len(found[size]), CORE_PHOTOS) for size in found},
         "enlarged": {str(size): small[size] for size in by_size},
         "precision": str(model.dtype).removeprefix("torch."),
         **{name: asdict(machine(model.device))[name] for name in ("cpu", "gpu", "torch", "veca")},
@@ -184,6 +193,25 @@ def calibrate(
     }
     tables = [fitted(model, size, m) for size, m in by_size.items()]
     return Calibration(content, model.config.merge_blocks, PROMISES, tuple(tables), about)
+
+
+def extended(found: Calibration, earlier: Calibration | None) -> Calibration:
+    """A calibration with the sizes of an earlier one of the same weights that it has not itself."""
+    same = earlier is not None and all(
+        getattr(earlier, name) == getattr(found, name)
+        for name in ("weights_sha256", "merge_blocks", "promises")
+    )
+    if earlier is None or not same:
+        return found
+    own = {table.size for table in found.sizes}
+    tables = [*found.sizes, *(table for table in earlier.sizes if table.size not in own)]
+    about = {**earlier.about, **found.about}
+    for name in ("photos", "photos_for_cores", "enlarged"):
+        about[name] = {**earlier.about[name], **found.about[name]}
+    rest = [row for row in earlier.about["held_out"] if row["size"] not in own]
+    about["held_out"] = sorted([*rest, *found.about["held_out"]], key=lambda row: row["size"])
+    tables.sort(key=lambda table: table.patches)
+    return replace(found, sizes=tuple(tables), about=about)
 
 
 @torch.inference_mode()

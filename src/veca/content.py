@@ -35,6 +35,7 @@ __all__ = [
     "Calibration",
     "SizeTable",
     "calibration_of",
+    "found_in",
     "joined",
     "least_share",
     "read",
@@ -272,6 +273,11 @@ def _check_lengths(found: Calibration, where: str) -> None:
         raise WeightsError(f"{where} is damaged: its tables do not fit together; fetch it again.")
 
 
+def found_in(beside: Mapping[str, bytes]) -> Calibration | None:
+    """The calibration among the files beside weights, if there is one."""
+    return read(beside[FILE]) if FILE in beside else None
+
+
 def calibration_of(
     beside: Mapping[str, bytes], name: str | None, merge_blocks: tuple[int, ...]
 ) -> Calibration:
@@ -280,15 +286,14 @@ def calibration_of(
     Raises:
         InputError: they carry none, or one of another rule of merging.
     """
-    text = beside.get(FILE)
+    found = found_in(beside)
     weights = f"the weights {name}" if name else "these weights"
     how = "veca calibrate WEIGHTS --data PHOTOS makes one"
-    if text is None:
+    if found is None:
         raise InputError(
             f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and "
             "keep as numbers."
         )
-    found = read(text)
     if found.merge_blocks != merge_blocks:
         raise InputError(
             f"the calibration of {weights} was made for merging before the blocks "
