@@ -52,7 +52,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def _demo(folder: Path) -> Path | None:
-    """The page with the bundled weights, made anew where the package has changed; None: it cannot."""
+    """The page with the bundled weights, made anew where the package has changed; None: no page."""
     import veca
     from veca.errors import VecaError
     from veca.export import export_web
