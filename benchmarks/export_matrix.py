@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks export_matrix
 
 Fresh weights of every preset (each parameter moved by normal noise of 0.02, so that zeros and ones
-hide nothing) are exported, and every file runs beside the float32 model on photos. Rows are added to results/export.csv after each file, and what is there already is not done again. Two CPU
-cores take hours, most of them for `large`.
+hide nothing) are exported, and every file runs beside the float32 model on photos. Rows are added
+to results/export.csv after each file, and what is there already is not done again. Two CPU cores take hours, most of them for `large`.
 """
 
 from __future__ import annotations
