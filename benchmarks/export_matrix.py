@@ -4,7 +4,8 @@
 
 Fresh weights of every preset (each parameter moved by normal noise of 0.02, so that zeros and ones
 hide nothing) are exported, and every file runs beside the float32 model on photos. Rows are added
-to results/export.csv after each file, and what is there already is not done again. Two CPU cores take hours, most of them for `large`.
+to results/export.csv after each file, and what is there already is not done again. Two CPU
+cores take hours, most of them for `large`.
 """
 
 from __future__ import annotations

@@ -153,6 +153,14 @@ def test_what_passes_a_gate():
     assert "stand" in made(differences=places).wrong(gate)
 
 
+def test_few_cores_of_a_file_for_any_budget():
+    gate = GATES["int8"]
+    assert verify.floor_of(gate, 1, open_budget=True) == pytest.approx((0.99, 0.98))
+    assert verify.floor_of(gate, 8, open_budget=True) == gate
+    assert verify.floor_of(gate, 1, open_budget=False) == gate
+    assert verify.floor_of(None, 1, open_budget=True) is None
+
+
 def test_gates():
     assert check_gate(None, "int8") == (0.998, 0.996)
     assert check_gate(0.9, "fp16") == (0.9, 0.9)
