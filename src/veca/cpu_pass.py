@@ -18,13 +18,14 @@ from torch.nn import functional as F
 
 from veca import rope
 from veca.attention import core_attention
+from veca.attention.reference import core_bias
 from veca.config import VecaConfig
 from veca.merging import Periphery, merge, merge_plan
 from veca.model import Block, CoreMove, Veca
 from veca.quantization import Recipe, quantized_rows, quantized_weight
 
 ROWS = 256
-"""Tokens in a block: as wide as they get, they fit a cache of 1 MiB."""
+"""Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB."""
 
 
 class Rounded(NamedTuple):
@@ -85,6 +86,8 @@ class CpuPass:
             linears = [cast(nn.Linear, model.get_submodule(name)) for name in names]
             weight = torch.cat([part.weight.detach() for part in linears]).float()
             bias = torch.cat([part.bias.detach() for part in linears]).float()
+            if len(names) > 1:
+                weight, bias = _pairs_apart(weight, self.config), _pairs_apart(bias, self.config)
             if rounded.issuperset(names):
                 whole, scale = quantized_weight(weight)
                 return Rounded(whole.t(), scale, bias)
@@ -153,10 +156,9 @@ class CpuPass:
             q, k, v = self._heads(x, layer, tables)
             if rows is not None and number == len(self._layers):
                 q, x = q[:, :, :rows], x[:, :rows].contiguous()
-            mixed = core_attention(q, k, v, budget, multiplicity=periphery.multiplicity)
-            mixed = mixed.transpose(1, 2).reshape(-1, c.width)
+            mixed = self._mixed(q, k, v, budget, periphery.multiplicity)
             flat = x.view(-1, c.width)
-            for part, seen in zip(flat.split(ROWS), mixed.split(ROWS), strict=True):
+            for part, seen in zip(_blocks(flat), _blocks(mixed), strict=True):
                 self._write(part, seen, layer, c.norm_eps)
         return self._finished(x, budget, grid, periphery, rows, project), raw
 
@@ -174,15 +176,30 @@ class CpuPass:
         batch, count, width = x.shape
         heads = torch.empty(batch * count, 3, c.heads, c.head_width, dtype=self._attention)
         parts = zip(
-            x.view(-1, width).split(ROWS),
-            *(table.view(batch * count, -1).split(ROWS) for table in tables),
-            heads.split(ROWS),
+            _blocks(x.view(-1, width)),
+            *(_blocks(table.view(batch * count, -1)) for table in tables),
+            _blocks(heads),
             strict=True,
         )
         for part, cos, sin, out in parts:
             self._read(out, part, cos, sin, layer, c.norm_eps)
         q, k, v = heads.view(batch, count, 3, c.heads, -1).permute(2, 0, 3, 1, 4).unbind()
         return q, k, v
+
+    def _mixed(
+        self, q: Tensor, k: Tensor, v: Tensor, budget: int, multiplicity: Tensor | None
+    ) -> Tensor:
+        """What attention finds, [B * T, D]."""
+        if self._attention == torch.float32:
+            mixed = core_attention(q, k, v, budget, multiplicity=multiplicity).transpose(1, 2)
+            return mixed.reshape(-1, self.config.width)
+        mixed = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+        bias = None if multiplicity is None else core_bias(multiplicity, budget).to(q.dtype)
+        mixed[:, :budget] = _attend(q[:, :, :budget], k, v, bias).transpose(1, 2)
+        if q.shape[2] > budget:
+            k, v = k[:, :, :budget], v[:, :, :budget]
+            mixed[:, budget:] = _attend(q[:, :, budget:], k, v, None).transpose(1, 2)
+        return mixed.view(-1, self.config.width)
 
     def _finished(
         self,
@@ -200,13 +217,37 @@ class CpuPass:
             if last is None:
                 return x
             flat = x.flatten(0, 1)
-            found = [_product(part, last) for part in flat.split(ROWS)]
+            found = [_product(part, last) for part in _blocks(flat)]
         else:
             flat = x.flatten(0, 1)
-            found = [
-                self._last(p, self._norm, last, self.config.norm_eps) for p in flat.split(ROWS)
-            ]
+            found = [self._last(p, self._norm, last, self.config.norm_eps) for p in _blocks(flat)]
         return torch.cat(found).view(*x.shape[:-1], -1)
+
+
+def _blocks(rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows in blocks of about `ROWS`, all of nearly one length: a short last one costs as much."""
+    count = max(1, round(len(rows) / ROWS))
+    return rows.split(-(-len(rows) // count))
+
+
+def _pairs_apart(rows: Tensor, config: VecaConfig) -> Tensor:
+    """Rows of q, k and v [3 * D, ...] with the channels of q and k that turn together apart.
+
+    First the even ones of a head, then the odd ones: products of q and k stay what they are, and
+    halves are faster to turn than neighbours.
+    """
+    heads, width = config.heads, config.head_width
+    q, k, v = rows.unflatten(0, (3, heads, width))
+    q, k = (torch.cat([x[:, 0::2], x[:, 1::2]], dim=1) for x in (q, k))
+    return torch.stack([q, k, v]).flatten(0, 2)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Plain attention; on a CPU torch's fused kernel is slower than this in bfloat16."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(dim=-1) @ v
 
 
 def _floats(norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -238,15 +279,18 @@ def _product(x: Tensor, layer: Linear) -> Tensor:
         return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias).float()
     rounded, row = quantized_rows(x)
     # As in `quantized_linear_reference`: equal to rounding.
-    return torch._int_mm(rounded, layer.weight) * layer.scale * row + layer.bias
+    return torch.addcmul(layer.bias, torch._int_mm(rounded, layer.weight) * layer.scale, row)
 
 
 def _read(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layer: Layer, eps: float) -> None:
     """Rows' q, k and v into `out` [R, 3, H, d], q and k turned."""
     found = _product(F.layer_norm(x, x.shape[-1:], *layer.norm_attn, eps), layer.qkv)
     found = found.view(out.shape)
-    tables = rope.Rotation(cos.unsqueeze(1), sin.unsqueeze(1))
-    out[:, :2] = rope.rotate(found[:, :2], tables)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    even, odd = found[:, :2].chunk(2, dim=-1)
+    half = even.shape[-1]
+    out[:, :2, :, :half] = even * cos - odd * sin
+    out[:, :2, :, half:] = even * sin + odd * cos
     out[:, 2] = found[:, 2]
 
 

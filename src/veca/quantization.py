@@ -25,7 +25,8 @@ from veca.checks import check_model
 from veca.errors import ConfigError, InputError
 from veca.images import Source, preprocess
 from veca.images.bundled import bundled_photos
-from veca.model import Block, Veca, VecaOutput, evaluating
+from veca.model import Block, Veca, evaluating
+from veca.outputs import VecaOutput
 
 LARGEST = 127
 """Of a rounded number; -128 is left out, so that rounding is symmetric."""
@@ -52,7 +53,7 @@ def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     Rounds half to even. A token of zeros stays zeros.
     """
     scale = x.abs().amax(dim=-1, keepdim=True).clamp_min(_LEAST * LARGEST) / LARGEST
-    return (x / scale).round().to(torch.int8), scale
+    return (x / scale).round_().to(torch.int8), scale
 
 
 def quantized_linear_reference(
@@ -207,8 +208,7 @@ def _folds(model: Veca) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
         up, hidden = block.ffn.up, block.ffn.down.in_features
         yield f"blocks.{number}.ffn.down", (up.weight[hidden:], up.bias[hidden:])
     if isinstance(model.project, nn.Linear):
-        norm = cast(nn.LayerNorm, model.norm)
-        yield "project", (norm.weight, norm.bias)
+        yield "project", (model.norm.weight, model.norm.bias)
 
 
 def _largest_inputs(model: Veca, batches: Iterable[Tensor]) -> dict[str, Tensor]:

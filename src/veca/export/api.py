@@ -15,7 +15,7 @@ import torch
 
 from veca._util import files
 from veca._util.numbers import count
-from veca.checks import check_budget, check_model, check_share
+from veca.checks import check_budget, check_keep, check_model
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.arranged import arrange
@@ -127,7 +127,7 @@ def export_model(
     check_model(model, "export_model")
     precisions = check_precisions(precision, dtype)
     floors = {one: check_gate(gate, one) for one in precisions}
-    share = ANY if keep == ANY else check_share(keep)
+    share = ANY if keep == ANY else check_keep(keep)
     budgets = _check(model, to, cores, size, precisions, name, check_sizes)
     photos = verify.photos_for(data)
     folder = files.place_for(out)

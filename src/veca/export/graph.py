@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from veca.errors import ExportError
 from veca.merging import LEAST_OPEN_KEEP
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 
 OUTPUTS = ("cls", "patches", "core_tokens", "core_xy")
 """Names of the outputs of every exported file, in this order."""

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from veca._util.device import usable_device
 from veca._util.files import read_json
-from veca.checks import check_budget, check_finite, check_images, check_share
+from veca.checks import check_budget, check_finite, check_images, check_keep
 from veca.config import VecaConfig
 from veca.errors import ExportError, InputError
 from veca.export.graph import MIN_SIDE, report_of
 from veca.export.onnx_file import OnnxRunner
 from veca.export.torch_file import TorchRunner
 from veca.merging import LEAST_OPEN_KEEP
-from veca.model import VecaOutput
+from veca.outputs import VecaOutput
 from veca.weights.store import file_hash
 
 
@@ -81,7 +81,7 @@ class ExportedModel:
                 f"{self.path} takes images of at least {MIN_SIDE} patches a side, got "
                 f"{grid[0]} x {grid[1]} patches; use a larger image, or export for that size."
             )
-        share = check_share(self.keep if keep is None else keep)
+        share = check_keep(self.keep if keep is None else keep)
         if self.keep is not None and share != self.keep:
             raise InputError(
                 f"{self.path} was exported for keep={self.keep:g}, got keep={share:g}; export it "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from veca._util.archives import check_stored
-from veca._util.files import parse_json
+from veca._util.files import from_json, parse_json
 from veca.errors import ExportError, InputError
 from veca.export.graph import quiet
 
@@ -93,14 +93,14 @@ def _refuse_strangers(path: Path) -> None:
     held = check_stored(path, "a program of torch.export", ExportError, _is_no_tensor)
     entries = {name.partition("/")[2]: data for name, data in held.items()}
     try:
-        configs = [json.loads(data) for name, data in entries.items() if _LIST.search(name)]
+        configs = [from_json(data) for name, data in entries.items() if _LIST.search(name)]
         pickled = [
             name
             for config in configs
             for name, entry in config["config"].items()
             if entry["use_pickle"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(
             f"{path} is not a program of torch.export ({error}); export it again."
         ) from error
