@@ -159,7 +159,7 @@ def test_a_photo_and_the_dials_give_pythons_features(visit, model, photo):
     assert " agrees 0.99" in visitor.page.inner_text("#device-what")
     visitor.open(photo)
     same(visitor, model, photo, 384, 16, 1)
-    seen = [(visitor.pixels("features"), visitor.page.inner_text("#tokens"))]
+    seen = [(visitor.pixels("features"), visitor.page.inner_text("#tokens-what"))]
     for dial, value, point in (
         ("cores", 2, (384, 2, 1)),
         ("keep", 0.5, (384, 2, 0.5)),
