@@ -195,9 +195,7 @@ class TestNames:
         assert read_failures(tmp_path / "failures.jsonl") == dict(failed)
 
     @pytest.mark.parametrize("damage", [b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"])
-    def test_a_damaged_list_of_failures_is_written_anew(
-        self, model, embed, images, tmp_path, damage
-    ):
+    def test_a_damaged_list_is_written_anew(self, model, embed, images, tmp_path, damage):
         pytest.importorskip("pyarrow")
         (images / "0" / "bad.png").write_bytes(b"no image")
         for run in (

@@ -107,7 +107,7 @@ _POINTS: dict[Any, PointOptions] = {
         "weights": ("weights", lambda weights: [weights]),
         **{name: (name, str) for name in ("size", "cores", "keep")},
         "agreement": ("agreement", float),
-        "precision": ("set_", lambda precision: [f"extract.dtype={precision}"]),
+        "precision": ("precision", str),
     },
     export: {"weights": ("weights", str), "cores": ("cores", str), "keep": ("keep", str)},
     bench: {
