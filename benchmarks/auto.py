@@ -33,7 +33,7 @@ from benchmarks.common import print_table, write_csv
 from benchmarks.rows import RESULTS
 from veca import calibrate as library
 from veca.bench import DTYPES
-from veca.calibrate import Measurements, Records
+from veca.calibrate import Measurements, Records, budgets
 from veca.content import KEPT, Calibration, Floats
 from veca.cost import cost
 from veca.embed.sources import drawn
@@ -197,7 +197,8 @@ def run(options: argparse.Namespace) -> int:
         place = None
         if options.measured is not None:
             place = options.measured / f"{name}.json"
-        records = Records(place, model.calibration.weights_sha256)
+        number = len(budgets(model))
+        records = Records(place, model.calibration.weights_sha256, number)
         found, images = [], []
         for i, (key, photo) in enumerate(itertools.islice(drawn(options.photos), options.limit)):
             found.append(records.row(measuring, key, photo, size, i < options.cores))

@@ -220,6 +220,9 @@ def test_a_calibration_goes_with_its_weights_and_with_no_others(model, tmp_path)
         {"sizes": {}},
         {"sizes": {"64": {"patches": 16}}},
         {"merge_blocks": ["1"]},
+        {"promises": [10**400]},
+        {"sizes": {"9" * 5000: {"patches": 16}}},
+        {"sizes": {"64": 3}},
     ],
 )
 def test_a_damaged_calibration_is_refused(model, damage):
@@ -352,3 +355,29 @@ def test_shipped_weights_carry_theirs():
     model = veca.load("tiny")
     assert {table.size for table in model.calibration.sizes} >= {224, 512}
     assert model.calibration.promises[0] <= 0.97 and model.calibration.promises[-1] >= 0.99
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        3,
+        {},
+        {"difference": "x", "keep": [0.1] * 6},
+        {"difference": 0.1, "keep": [0.1] * 5},
+        {"difference": 0.1, "keep": [10**400] * 6},
+        {"difference": 0.1, "keep": [0.1] * 6, "cores": [0.1]},
+        {"difference": 0.1, "keep": [0.1] * 6, "cores": 3},
+    ],
+)
+def test_odd_measurements_are_refused(photos, tmp_path, row):
+    model = create_model(CONFIG).eval()
+    table = {
+        "format": "veca-calibrate-1",
+        "weights": veca.weights.weights_hash(model),
+        "shares": list(library.SHARES),
+        "rows": {"x/64": row},
+    }
+    kept = tmp_path / "measured.json"
+    kept.write_text(json.dumps(table))
+    with pytest.raises(InputError, match=r"measured\.json: rows\.x/64"):
+        calibrate(model, photos, sizes=[64], measured=kept)

@@ -230,7 +230,7 @@ def read(text: bytes, where: str = FILE) -> Calibration:
     sizes = []
     for name, part in table["sizes"].items():
         place = f"{where}, size {name}"
-        number = int(name) if name.isdecimal() else 0
+        number = int(name) if name.isdecimal() and len(name) < 7 else 0
         fields = {f"{group}.{one}": list for group, one in _LISTS}
         check_fields(part, {"patches": int, "photos": int, **fields}, place, WeightsError)
         lists = {one: _numbers(part[group][one], f"{place}: {one}") for group, one in _LISTS}
@@ -250,7 +250,8 @@ _LISTS = [*(("keep", name) for name in _KEEP), *(("cores", name) for name in _CO
 
 
 def _numbers(values: Sequence[object], where: str) -> tuple[Any, ...]:
-    if not values or not all(type(value) in (int, float) for value in values):
+    plain = all(type(v) in (int, float) and abs(cast(float, v)) < 1e12 for v in values)
+    if not values or not plain:
         raise WeightsError(f"{where} must be numbers, got {shown(values)}.")
     return tuple(values)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from veca.calibrate import Check
+    from veca.calibrate import HeldOut
 
 _MEASURED = "calibration.measured.json"
 
@@ -104,7 +104,7 @@ def calibrate(
             stored.beside = {**stored.beside, content.FILE: found.to_bytes()}
             save(stored, out)
         measured.unlink(missing_ok=True)
-    checks = [library.Check(**row) for row in found.about["held_out"]]
+    checks = [library.HeldOut(**row) for row in found.about["held_out"]]
     console.print(_table(checks))
     for size, enlarged in found.about["enlarged"].items():
         if enlarged:
@@ -115,7 +115,7 @@ def calibrate(
     say(f"wrote {out / content.FILE}")
 
 
-def _table(checks: Sequence[Check]) -> Table:
+def _table(checks: Sequence[HeldOut]) -> Table:
     from rich.table import Table
 
     table = Table(
