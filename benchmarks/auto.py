@@ -32,6 +32,7 @@ import veca
 from benchmarks.common import print_table, write_csv
 from benchmarks.rows import RESULTS
 from veca import calibrate as library
+from veca.bench import DTYPES
 from veca.calibrate import Measurements, Records, budgets
 from veca.content import KEPT, Calibration, Floats
 from veca.cost import cost
@@ -116,6 +117,7 @@ def shares_rows(
             "dial": "keep",
             "promise": promise,
             "photos": check.photos,
+            "losses in": options.precision,
             "kept": check.kept,
             "mean": check.keep,
             "work": check.work,
@@ -132,7 +134,9 @@ def shares_rows(
     return rows
 
 
-def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[dict[str, object]]:
+def cores_rows(
+    name: str, model: Veca, size: int, found: Measurements, precision: str
+) -> list[dict[str, object]]:
     """The budget of the table, beside hindsight and an oracle, counted in operations."""
     c = model.config
     bank = [*library.budgets(model), c.num_cores]
@@ -156,6 +160,7 @@ def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[d
                 "dial": "cores",
                 "promise": promise,
                 "photos": len(losses),
+                "losses in": precision,
                 "kept": float(kept[:, place].mean()),
                 "mean": budget,
                 "work": float(work[place]),
@@ -176,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timed", type=int, default=24, help="of them for the times")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=DTYPES, default="float32", help="for the losses")
     parser.add_argument("--measured", type=Path, help="folder that keeps what was measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
 
@@ -186,7 +192,8 @@ def run(options: argparse.Namespace) -> int:
         return 2
     torch.set_num_threads(1)
     for name, size in itertools.product(options.weights, options.sizes):
-        model = veca.load(name).eval()
+        model = veca.load(name)
+        measuring = veca.load(name, dtype=DTYPES[options.precision])
         place = None
         if options.measured is not None:
             place = options.measured / f"{name}.json"
@@ -194,12 +201,12 @@ def run(options: argparse.Namespace) -> int:
         records = Records(place, model.calibration.weights_sha256, number)
         found, images = [], []
         for i, (key, photo) in enumerate(itertools.islice(drawn(options.photos), options.limit)):
-            found.append(records.row(model, key, photo, size, i < options.cores))
+            found.append(records.row(measuring, key, photo, size, i < options.cores))
             if i < options.timed:
                 images.append(model.transform(size)(photo))
         measured = library.as_measurements(found)
         rows = shares_rows(name, model, size, measured, torch.stack(images), options)
-        rows += cores_rows(name, model, size, measured)
+        rows += cores_rows(name, model, size, measured, options.precision)
         write_csv("auto", rows, options.out, device="cpu", key="set")
         print_table(rows)
     return 0
