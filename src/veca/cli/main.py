@@ -27,6 +27,7 @@ from veca.cli.info import info
 from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
+from veca.cli.quantize import quantize
 from veca.cli.quickstart import quickstart
 from veca.cli.recipes import recipes
 from veca.cli.report import report
@@ -91,6 +92,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 _READ_IMAGES = {
     *(quickstart, features, viz, demo, pack, distill, probe, embed, search, tune, calibrate),
+    quantize,
 }
 _FEATURES: PointOptions = {
     "weights": ("weights", str),
@@ -123,7 +125,7 @@ for command in (
     *(quickstart, info, features, viz, demo),
     *(pack, recipes, distill, datasets, probe, report),
     *(embed, search),
-    *(bench, tune, calibrate, export, import_, publish),
+    *(bench, tune, calibrate, quantize, export, import_, publish),
     *(cache,),
 ):
     run = takes_max_pixels(command) if command in _READ_IMAGES else command
