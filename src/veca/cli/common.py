@@ -26,11 +26,18 @@ if TYPE_CHECKING:
     import torch
 
     from veca.data import ImageSource
+    from veca.model import Veca
 
 console = Console()
 
 Weights = Annotated[str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")]
-Cores = Annotated[int | None, typer.Option(help="The budget.", show_default="all the model has")]
+AutoCores = Annotated[
+    str | None,
+    typer.Option(
+        help="The budget; or auto: what --agreement takes at this size.",
+        show_default="all the model has",
+    ),
+]
 Keep = Annotated[
     str | None,
     typer.Option(
@@ -80,7 +87,7 @@ Pca = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Of the written features: float16, float32.")]
 Precision = Annotated[
-    str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
+    str, typer.Option(help="What the model computes in: fp32, bf16, fp16 (GPU), int8 (CPU).")
 ]
 BatchSize = Annotated[
     int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
@@ -143,6 +150,18 @@ def parse_stored_size(text: str | None) -> int | tuple[int, int] | Literal["auto
     return "auto" if text is None else parse_size(text)
 
 
+def parse_cores(text: str | None) -> int | str | None:
+    """'32' -> 32; 'auto' as it is; None, which is all, stays."""
+    if text is None or text.strip() == "auto":
+        return text and text.strip()
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"--cores must be a whole number, the budget, or auto; got {text!r}."
+        ) from None
+
+
 def parse_keep(text: str | None) -> float | str | None:
     """'0.5' -> 0.5; 'auto' as it is; None, which is all, stays."""
     if text is None:
@@ -173,6 +192,15 @@ def renamed(old: str, new: str) -> None:
 def say_estimate(estimate: object) -> None:
     """What a run will take, in a line of its own before it starts."""
     console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
+
+
+def say_hint(model: Veca) -> None:
+    """In a line, what another precision would gain where the model computes in float32."""
+    from veca.precision import hint
+
+    line = hint(model)
+    if line is not None:
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def say_passed_over(images: ImageSource) -> None:

@@ -10,8 +10,8 @@ import typer
 
 from veca.cli.common import (
     Agreement,
+    AutoCores,
     BatchSize,
-    Cores,
     Device,
     Dtype,
     Images,
@@ -27,12 +27,14 @@ from veca.cli.common import (
     Width,
     console,
     count,
+    parse_cores,
     parse_keep,
     parse_stored_size,
     parse_what,
     pick_device,
     renamed,
     say_estimate,
+    say_hint,
     say_passed_over,
 )
 
@@ -46,7 +48,7 @@ def embed(
     sources: Images,
     out: Annotated[Path, typer.Option(help="Folder for the Parquet shards.")],
     weights: Weights = "veca_tiny_patch16",
-    cores: Cores = None,
+    cores: AutoCores = None,
     keep: Keep = None,
     agreement: Agreement = None,
     size: StoredSize = None,
@@ -54,7 +56,7 @@ def embed(
     width: Width = None,
     pca: Pca = None,
     dtype: Dtype = "float16",
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     batch_size: BatchSize = 32,
     workers: Annotated[
         int | None,
@@ -117,7 +119,7 @@ def embed(
             images,
             out,
             weights=weights,
-            cores=cores,
+            cores=parse_cores(cores),
             keep=parse_keep(keep),
             agreement=agreement,
             size=parse_stored_size(size),
@@ -140,6 +142,7 @@ def embed(
             overwrite=overwrite,
             progress=update,
             on_estimate=say_estimate,
+            on_model=say_hint,
         )
     if report.computed:
         speed = f"({report.images_per_second:.1f} images/s)"

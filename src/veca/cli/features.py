@@ -9,8 +9,8 @@ import typer
 
 from veca.cli.common import (
     Agreement,
+    AutoCores,
     BatchSize,
-    Cores,
     Device,
     Dtype,
     Images,
@@ -26,11 +26,13 @@ from veca.cli.common import (
     Width,
     console,
     count,
+    parse_cores,
     parse_keep,
     parse_stored_size,
     parse_what,
     pick_device,
     say_estimate,
+    say_hint,
     say_passed_over,
 )
 
@@ -47,7 +49,7 @@ def features(
         ),
     ],
     weights: Weights = "veca_tiny_patch16",
-    cores: Cores = None,
+    cores: AutoCores = None,
     keep: Keep = None,
     agreement: Agreement = None,
     size: StoredSize = None,
@@ -61,7 +63,7 @@ def features(
         str | None, typer.Option(help="npz or safetensors.", show_default="npz")
     ] = None,
     dtype: Dtype = "float16",
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     batch_size: BatchSize = 16,
     device: Device = "auto",
     threads: Threads = None,
@@ -98,13 +100,14 @@ def features(
     if threads is not None:
         torch.set_num_threads(threads)
     model, _ = load_model(weights, pick_device(device), precision)
+    say_hint(model)
 
     with progress_bar("features", console) as update:
         summary = extract(
             model,
             images,
             out,
-            cores=cores,
+            cores=parse_cores(cores),
             keep=share,
             agreement=agreement,
             size=pixels,

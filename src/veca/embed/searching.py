@@ -23,7 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from veca._util.extras import require
-from veca._util.files import atomic_write_json, commit, remove_leftovers, temporary_beside
+from veca._util.files import (
+    atomic_write_json,
+    commit,
+    from_json,
+    remove_leftovers,
+    temporary_beside,
+)
 from veca.data.decode import EncodedImage
 from veca.embed.pca import FILE as PCA_FILE
 from veca.embed.pca import load as load_reduction
@@ -42,6 +48,7 @@ from veca.errors import (
 )
 from veca.images import Source, read_image
 from veca.model import Veca, evaluating
+from veca.precision import in_precision
 from veca.weights import load, weights_hash
 
 Vector: TypeAlias = "NDArray[Any] | torch.Tensor"
@@ -214,7 +221,7 @@ class Collection:
     def _known_recall(self, path: Path) -> float:
         """That of the index, measured once and kept beside it."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return float(json.loads(path.read_text("utf-8"))["recall"])
+            return float(from_json(path.read_text("utf-8"))["recall"])
         recall = self._measured_recall()
         facts = {"recall": recall, "queries": _RECALL_OF, "neighbours": _RECALL_TOP}
         if path.with_suffix(".usearch").exists():
@@ -271,8 +278,7 @@ class Collection:
         if self._weights_from is None:
             return None
         with contextlib.suppress(VecaError):
-            dtype: torch.dtype = getattr(torch, self.settings.precision)
-            model = load(self._weights_from, device=device, dtype=dtype)
+            model = in_precision(load(self._weights_from, device=device), self.settings.precision)
             if weights_hash(model) == self.settings.weights:
                 return model
         return None
@@ -291,9 +297,8 @@ class Collection:
                     f"{self.folder} does not say where its weights are; give them (--weights)."
                 )
             where = f"the weights {chosen}"
-            dtype: torch.dtype = getattr(torch, self.settings.precision)
             try:
-                model = load(chosen, device=device, dtype=dtype)
+                model = in_precision(load(chosen, device=device), self.settings.precision)
             except WeightsError as error:
                 if weights is not None:
                     raise

@@ -15,6 +15,7 @@ from veca.errors import ConfigError, check_choice
 from veca.images.find import natural_key
 from veca.model import Veca
 from veca.points import OperatingPoint, machine_name, read_point
+from veca.precision import in_precision
 from veca.weights import hub, names, store
 from veca.weights import tensors as ts
 
@@ -68,9 +69,11 @@ def load(
     if revision is not None:
         source = hub.at_revision(source, revision)
     chosen = None if point is None else read_point(point)
+    precision = None
     if isinstance(dtype, str):
         check_choice("dtype", dtype, [AUTO])
-        dtype = getattr(torch, chosen.precision) if chosen else torch.float32
+        dtype = torch.float32
+        precision = chosen.precision if chosen else None
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source, (*store.FILES, *store.BESIDE))
@@ -83,13 +86,14 @@ def load(
             machine=machine_name(place),
         )
         model.point = chosen
-    return model
+    return model if precision is None else in_precision(model, precision)
 
 
 def create_model(
     name: str | VecaConfig,
     pretrained: bool = False,
     *,
+    num_classes: int = 0,
     backend: str = "auto",
     **changes: object,
 ) -> Veca:
@@ -101,10 +105,17 @@ def create_model(
     Args:
         name: a preset's name or a configuration; with `pretrained`, what `veca.load` takes.
         pretrained: take the weights of that name. They are in evaluation mode.
+        num_classes: 0, as timm calls a model without a head; there is no other here.
         backend: the attention backend: "auto" takes the fastest that fits the input.
         changes: fields of the configuration. Stored weights keep all of theirs but those of
             `TRAINING_ONLY`, such as the dropout.
     """
+    if num_classes:
+        raise ConfigError(
+            f"a model gives features and has no head for num_classes={num_classes}; put a linear "
+            "layer on model(images).cls, or let timm.create_model add one after import "
+            "veca.integrations.timm."
+        )
     if not pretrained:
         return models.create_model(name, backend=backend, **changes)
     if isinstance(name, VecaConfig):
