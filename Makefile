@@ -39,10 +39,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-dev  # the site, into build/site; broken links and warnings fail
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	VECA_LIVE_DEMO=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-version: $(VENV)/.installed-dev  # the site of VERSION into the branch gh-pages, beside the others
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	VECA_LIVE_DEMO=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
 	$(BIN)/mike set-default latest
 
 build: $(VENV)/.installed-dev  # the wheel and the source archive, into dist/

@@ -11,8 +11,8 @@ ones are interpolated, as `veca calibrate` does.
 Time, over that of the full pass: on the first `--timed` photos, float32, one core, in turns, each
 the least of `--rounds` in processor seconds, which others on the machine disturb little; one by
 one, and in batches of `--batch`. With the oracle's shares given, images of a batch are grouped as
-"auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes folders of
-squares. `--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
+"auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes such folders.
+`--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ import veca
 from benchmarks.common import print_table, write_csv
 from benchmarks.rows import RESULTS
 from veca import calibrate as library
+from veca.bench import DTYPES
 from veca.calibrate import Measurements, Records, budgets
 from veca.content import KEPT, Calibration, Floats
 from veca.cost import cost
@@ -72,18 +74,12 @@ def timed(
     sums: dict[str, float] = {}
     for start in range(0, len(images) - batch + 1, batch):
         part = images[start : start + batch]
-        calls: dict[str, Callable[[], object]] = {"full": lambda part=part: model(part)}  # type: ignore[misc]
+        calls: dict[str, Callable[[], object]] = {"full": partial(model, part)}
         for i, promise in enumerate(PROMISES):
             shares = oracle[i][start : start + batch].tolist()
-            calls |= {
-                f"fixed {promise}": lambda part=part, k=fixed[i]: model(part, keep=k),  # type: ignore[misc]
-                f"auto {promise}": lambda part=part, p=promise: model(  # type: ignore[misc]
-                    part, keep="auto", agreement=p
-                ),
-                f"oracle {promise}": lambda part=part, s=shares: with_shares(  # type: ignore[misc]
-                    model, part, s
-                ),
-            }
+            calls[f"fixed {promise}"] = partial(model, part, keep=fixed[i])
+            calls[f"auto {promise}"] = partial(model, part, keep="auto", agreement=promise)
+            calls[f"oracle {promise}"] = partial(with_shares, model, part, shares)
         for name, seconds in times(calls, rounds).items():
             sums[name] = sums.get(name, 0.0) + seconds
     return {name: seconds / sums["full"] for name, seconds in sums.items()}
@@ -121,6 +117,7 @@ def shares_rows(
             "dial": "keep",
             "promise": promise,
             "photos": check.photos,
+            "losses in": options.precision,
             "kept": check.kept,
             "mean": check.keep,
             "work": check.work,
@@ -137,7 +134,9 @@ def shares_rows(
     return rows
 
 
-def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[dict[str, object]]:
+def cores_rows(
+    name: str, model: Veca, size: int, found: Measurements, precision: str
+) -> list[dict[str, object]]:
     """The budget of the table, beside hindsight and an oracle, counted in operations."""
     c = model.config
     bank = [*library.budgets(model), c.num_cores]
@@ -161,6 +160,7 @@ def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[d
                 "dial": "cores",
                 "promise": promise,
                 "photos": len(losses),
+                "losses in": precision,
                 "kept": float(kept[:, place].mean()),
                 "mean": budget,
                 "work": float(work[place]),
@@ -181,6 +181,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timed", type=int, default=24, help="of them for the times")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=DTYPES, default="float32", help="for the losses")
     parser.add_argument("--measured", type=Path, help="folder that keeps what was measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
 
@@ -191,7 +192,8 @@ def run(options: argparse.Namespace) -> int:
         return 2
     torch.set_num_threads(1)
     for name, size in itertools.product(options.weights, options.sizes):
-        model = veca.load(name).eval()
+        model = veca.load(name)
+        measuring = veca.load(name, dtype=DTYPES[options.precision])
         place = None
         if options.measured is not None:
             place = options.measured / f"{name}.json"
@@ -199,12 +201,12 @@ def run(options: argparse.Namespace) -> int:
         records = Records(place, model.calibration.weights_sha256, number)
         found, images = [], []
         for i, (key, photo) in enumerate(itertools.islice(drawn(options.photos), options.limit)):
-            found.append(records.row(model, key, photo, size, i < options.cores))
+            found.append(records.row(measuring, key, photo, size, i < options.cores))
             if i < options.timed:
                 images.append(model.transform(size)(photo))
         measured = library.as_measurements(found)
         rows = shares_rows(name, model, size, measured, torch.stack(images), options)
-        rows += cores_rows(name, model, size, measured)
+        rows += cores_rows(name, model, size, measured, options.precision)
         write_csv("auto", rows, options.out, device="cpu", key="set")
         print_table(rows)
     return 0

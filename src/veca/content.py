@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from veca._util.files import check_fields, parse_json, to_json
@@ -35,6 +34,7 @@ __all__ = [
     "Calibration",
     "SizeTable",
     "calibration_of",
+    "found_in",
     "joined",
     "least_share",
     "read",
@@ -51,7 +51,7 @@ KEPT = 0.95
 NEARLY = 1.3
 """Images of so many times the patches of a calibrated size are still of that size."""
 
-Floats = NDArray[np.float64]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 Outputs = TypeVar("Outputs")
 
 
@@ -272,6 +272,11 @@ def _check_lengths(found: Calibration, where: str) -> None:
         raise WeightsError(f"{where} is damaged: its tables do not fit together; fetch it again.")
 
 
+def found_in(beside: Mapping[str, bytes]) -> Calibration | None:
+    """The calibration among the files beside weights, if there is one."""
+    return read(beside[FILE]) if FILE in beside else None
+
+
 def calibration_of(
     beside: Mapping[str, bytes], name: str | None, merge_blocks: tuple[int, ...]
 ) -> Calibration:
@@ -280,15 +285,14 @@ def calibration_of(
     Raises:
         InputError: they carry none, or one of another rule of merging.
     """
-    text = beside.get(FILE)
+    found = found_in(beside)
     weights = f"the weights {name}" if name else "these weights"
     how = "veca calibrate WEIGHTS --data PHOTOS makes one"
-    if text is None:
+    if found is None:
         raise InputError(
             f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and "
             "keep as numbers."
         )
-    found = read(text)
     if found.merge_blocks != merge_blocks:
         raise InputError(
             f"the calibration of {weights} was made for merging before the blocks "

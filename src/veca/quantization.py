@@ -93,7 +93,7 @@ class QuantizedLinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Rounding:
     """Which layers are rounded, and how the weights are prepared."""
 
     leave: tuple[str, ...] = ("project",)
@@ -105,7 +105,7 @@ class Recipe:
     def __post_init__(self) -> None:
         leave = self.leave
         if isinstance(leave, str) or not all(isinstance(name, str) for name in leave):
-            raise ConfigError(f"leave of a recipe must be names of layers, got {leave!r}.")
+            raise ConfigError(f"leave of a rounding must be names of layers, got {leave!r}.")
         object.__setattr__(self, "leave", tuple(leave))
         if self.alpha is not None:
             _check_alpha(self.alpha)
@@ -126,11 +126,11 @@ class Recipe:
         return {**asdict(self), "leave": list(self.leave)}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Recipe:
+    def from_dict(cls, fields: dict[str, Any]) -> Rounding:
         try:
             return cls(tuple(fields["leave"]), fields["alpha"])
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"{fields!r} is no recipe of a quantisation.") from error
+            raise ConfigError(f"{fields!r} does not say how weights were rounded.") from error
 
 
 def linear_layers(model: Veca) -> dict[str, nn.Linear]:
@@ -150,14 +150,14 @@ def linear_layers(model: Veca) -> dict[str, nn.Linear]:
     return found
 
 
-def emulated(model: Veca, recipe: Recipe | None = None) -> Veca:
+def emulated(model: Veca, rounding: Rounding | None = None) -> Veca:
     """A copy whose rounded layers compute `quantized_linear_reference`; slow, and the definition.
 
     Weights are taken as they are: `equalised` comes before.
     """
-    recipe = recipe or Recipe()
+    rounding = rounding or Rounding()
     ours = copy.deepcopy(model).float().eval()
-    for name in recipe.layers(ours):
+    for name in rounding.layers(ours):
         parent, _, last = name.rpartition(".")
         linear = linear_layers(ours)[name]
         setattr(ours.get_submodule(parent), last, QuantizedLinear(linear))
