@@ -48,7 +48,7 @@ class TestJudging:
             (lambda number: time.sleep(60), "hang"),
             (lambda number: os.kill(os.getpid(), 9), "died"),
             (lambda number: os._exit(3), "died"),
-            (lambda number: Result("accepted", bytes(400 * 2**20)[:0].decode()), "over memory"),
+            (lambda number: Result("accepted", (b"x" * (400 * 2**20))[:0].decode()), "over memory"),
             (lambda number: int("x"), "foreign"),
             (lambda number: Result("refused", "why"), "refused"),
         ],

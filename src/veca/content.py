@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from veca._util.files import check_fields, parse_json, to_json
@@ -52,7 +51,7 @@ KEPT = 0.95
 NEARLY = 1.3
 """Images of so many times the patches of a calibrated size are still of that size."""
 
-Floats = NDArray[np.float64]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 Outputs = TypeVar("Outputs")
 
 
