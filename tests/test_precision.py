@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import veca
-from veca import InputError, VecaConfig, compile_for_inference, create_model
+from veca import VecaConfig, compile_for_inference, create_model
 from veca import precision as room
 from veca.embed import embed, extract
+from veca.errors import InputError
 from veca.images.bundled import bundled_photos
 from veca.model import Veca
 from veca.precision import (

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from veca import InputError, VecaConfig, create_model
-from veca.errors import ConfigError
+from veca import VecaConfig, create_model
+from veca.errors import ConfigError, InputError
 from veca.model import Veca
 from veca.quantization import (
     Agreement,
