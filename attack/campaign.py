@@ -11,12 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from attack.registry import Options, Report
 from attack.sandbox import ACCEPTED, FAILURES, Result, Sandbox, in_a_fork
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 KINDS = ("accepted", "changed", "refused", *FAILURES)
 
@@ -65,6 +63,10 @@ class Prepared(Protocol):
         """What becomes of these bytes in place of the case's file."""
         ...
 
+    def costs(self, case: Case) -> int:
+        """Cases that cost more come later; of equal ones, targets take turns."""
+        ...
+
     def whole(self, case: Case) -> bytes:
         """The undamaged bytes."""
         ...
@@ -73,7 +75,9 @@ class Prepared(Protocol):
 class Campaign(Prepared, Protocol):
     """Prepared files, and how they are listed."""
 
-    def targets(self) -> list[str]: ...
+    def targets(self, count: int) -> dict[str, int]:
+        """How many cases each has, of a campaign of `count`."""
+        ...
 
     def row_of(self, target: str) -> str:
         """The row of the table that a target counts in."""
@@ -181,6 +185,7 @@ def attack(
         for name, count in targets.items()
         if tally.done[name] <= number < count
     ]
+    waiting.sort(key=lambda case: prepared.costs(case))
     told = time.monotonic()
     with Sandbox(one) as sandbox:
         for index, case in enumerate(waiting):
@@ -226,20 +231,19 @@ def _report(
     sys.stdout.flush()
 
 
-def run_campaign(
-    options: Options, name: str, make: Callable[[Path], Campaign]
-) -> tuple[list[dict[str, object]], list[str]] | None:
-    """A whole campaign: its table and what failed; None if it was stopped."""
-    tally = Tally(options.state / f"{name}.json", {"seed": options.seed, "count": options.count})
+def run_campaign(options: Options, name: str, make: Callable[[Path], Campaign]) -> Report:
+    """A whole campaign."""
+    tally = Tally(options.state / f"{name}.json", {"seed": options.seed})
     with tempfile.TemporaryDirectory() as folder:
         prepared = make(Path(folder))
-        wanted = [one for one in prepared.targets() if not options.only or one in options.only]
+        every = prepared.targets(options.count)
+        wanted = {one: n for one, n in every.items() if not options.only or one in options.only}
         done = attack(
             prepared,
-            dict.fromkeys(wanted, options.count),
+            wanted,
             tally,
             seed=options.seed,
             until=options.until,
             keep_in=options.state / "failures",
         )
-    return (tally.rows(prepared.row_of), tally.failed) if done else None
+    return Report(tally.rows(prepared.row_of), tally.failed, done)

@@ -1,16 +1,19 @@
-"""SIGKILL at random moments: the run that goes on afterwards leaves what an undisturbed one does."""
+"""SIGKILLs at random moments: whoever goes on afterwards leaves what an undisturbed run does."""
 
 from __future__ import annotations
 
+import json
 import random
+import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from attack.launch import Started
+from attack.launch import Started, prepare
+from attack.registry import Options, Report
 from attack.scenes import SCENES, differences, forget
 
-_MOST = 3
+_MOST = 6
 """Kills of one run, one after the other, before it is let finish."""
 
 
@@ -70,3 +73,44 @@ class Kills:
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"
         return KillReport(kills, fault, time.monotonic() - begun)
+
+
+def run(options: Options) -> Report:
+    """`count` kills in all, spread over the commands."""
+    prepare()
+    names = list(options.only or SCENES)
+    kept = options.state / "kills.json"
+    done = _recalled(kept, options)
+    failed: list[str] = done.pop("failed", [])
+    with tempfile.TemporaryDirectory() as folder:
+        for place, name in enumerate(names):
+            share = (options.count + place) // len(names)
+            row = done.setdefault(name, {"command": name, "runs": 0, "kills": 0, "faults": 0})
+            if row["kills"] >= share:
+                continue
+            kills = Kills(Path(folder), name)
+            while row["kills"] < share:
+                if options.is_over:
+                    return Report(list(done.values()), failed, False)
+                rng = random.Random(f"{options.seed} {name} {row['runs']}")
+                found = kills.run(rng, min(_MOST, share - row["kills"]))
+                row["runs"] += 1
+                row["kills"] += found.kills
+                row["faults"] += bool(found.fault)
+                if found.fault:
+                    failed.append(f"{name}, run {row['runs']}: {found.fault}")
+                    print(f"FAILED {failed[-1]}", flush=True)
+                facts = {"seed": options.seed}
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps({"facts": facts, "rows": {**done, "failed": failed}}))
+            print(f"{name}: {row['kills']} kills, {row['faults']} faults", flush=True)
+    return Report(list(done.values()), failed)
+
+
+def _recalled(kept: Path, options: Options) -> dict[str, Any]:
+    if kept.exists():
+        table = json.loads(kept.read_text())
+        if table["facts"] == {"seed": options.seed}:
+            rows: dict[str, Any] = table["rows"]
+            return rows
+    return {}

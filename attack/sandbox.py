@@ -123,7 +123,7 @@ class _Worker:
 
     def run(self, number: int, seconds: float, memory: int) -> Result:
         self.cases += 1
-        begun, waited = time.monotonic(), _waited(self.pid)
+        begun, waited = time.monotonic(), _Waited(self.pid)
         os.write(self._ask, b"%d\n" % number)
         text = b""
         while True:
@@ -134,12 +134,12 @@ class _Worker:
                     return Result(DIED, f"ended by {self._fate()}")
                 if text.endswith(b"\n"):
                     break
-            taken = time.monotonic() - begun - (_waited(self.pid) - waited)
+            taken = time.monotonic() - begun - waited.seconds()
             if taken > seconds:
                 return Result(HANG, _where(self.pid), taken)
             if _resident(self.pid) > memory:
                 return Result(OVER_MEMORY, "stopped when it passed the limit", taken)
-        taken = time.monotonic() - begun - (_waited(self.pid) - waited)
+        taken = time.monotonic() - begun - waited.seconds()
         result = Result(*json.loads(text))._replace(seconds=max(0.0, taken))
         if result.peak > memory:
             return result._replace(outcome=OVER_MEMORY)
@@ -207,12 +207,27 @@ def in_a_fork(work: Callable[[], T]) -> T:
     return found
 
 
-def _waited(pid: int) -> float:
-    """Seconds that a process was ready to run and had no processor."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+class _Waited:
+    """How long a process was ready to run and had no processor: that of the thread that waited
+    most, since the others may wait for it."""
+
+    def __init__(self, pid: int) -> None:
+        self._place = Path(f"/proc/{pid}/task")
+        self._begun = self._now()
+        self._last: dict[str, int] = {}
+
+    def _now(self) -> dict[str, int]:
+        found = {}
+        with contextlib.suppress(OSError):
+            for thread in self._place.iterdir():
+                with contextlib.suppress(OSError, IndexError):
+                    found[thread.name] = int((thread / "schedstat").read_text().split()[1])
+        return found
+
+    def seconds(self) -> float:
+        self._last.update(self._now())
+        waits = (now - self._begun.get(thread, 0) for thread, now in self._last.items())
+        return max(waits, default=0) / 1e9
 
 
 def _resident(pid: int) -> int:

@@ -47,21 +47,21 @@ def _bytes(out: Path) -> dict[str, str]:
 
 def _features(home: Path, out: Path) -> Work:
     return command(
-        ["features", home / "photos", "--out", out, "--weights", home / "w", "--size", "64",
+        ["features", home / "photos", "--out", out, "--weights", home / "w", "--size", "32",
          "--batch-size", "4", "--workers", "2"]
     )  # fmt: skip
 
 
 def _embed(home: Path, out: Path) -> Work:
     return command(
-        ["embed", home / "photos", "--out", out, "--weights", home / "w", "--size", "64",
+        ["embed", home / "photos", "--out", out, "--weights", home / "w", "--size", "32",
          "--batch-size", "4", "--shard-rows", "8", "--workers", "2", "--threads", "1"]
     )  # fmt: skip
 
 
 def _pack(home: Path, out: Path) -> Work:
     return command(
-        ["pack", home / "photos", "--out", out, "--size", "32", "--per-shard", "16",
+        ["pack", home / "photos", "--out", out, "--size", "32", "--per-shard", "8",
          "--workers", "2"]
     )  # fmt: skip
 
@@ -69,7 +69,7 @@ def _pack(home: Path, out: Path) -> Work:
 def _prepare_distill(home: Path) -> None:
     from veca.distill.config import DistillConfig
 
-    table = {**RUN, "schedule": {**RUN["schedule"], "steps": 30}}
+    table = {**RUN, "schedule": {**RUN["schedule"], "steps": 12}}
     (home / "recipe.toml").write_text(DistillConfig.from_dict(table).to_toml())
 
 
@@ -96,8 +96,8 @@ def _left_by_distill(out: Path) -> object:
 
 def _tune(home: Path, out: Path) -> Work:
     return command(
-        ["tune", home / "photos", "--weights", home / "w", "--out", out, "--sizes", "32,48",
-         "--cores", "4,8", "--keep", "1,0.5", "--precisions", "float32", "--photos", "12",
+        ["tune", home / "photos", "--weights", home / "w", "--out", out, "--sizes", "32",
+         "--cores", "4,8", "--keep", "1,0.5", "--precisions", "float32", "--photos", "6",
          "--agreement", "0.1"]
     )  # fmt: skip
 
@@ -118,16 +118,20 @@ def _left_by_tune(out: Path) -> object:
 def _prepare_large(home: Path) -> None:
     veca.save(model(), home / "w")
     rng = np.random.default_rng(0)
-    np.save(home / "picture.npy", rng.integers(0, 256, (480, 640, 3), dtype=np.uint8))
+    np.save(home / "picture.npy", rng.integers(0, 256, (288, 384, 3), dtype=np.uint8))
 
 
 def _large(home: Path, out: Path) -> Work:
     def run() -> int:
         from veca import large
 
-        out.mkdir(exist_ok=True)
-        picture = np.load(home / "picture.npy", mmap_mode="r")
-        large.features(veca.load(home / "w"), picture, out / "features.npy", tile=4, spill="disk")
+        try:
+            picture = np.load(home / "picture.npy")
+            model = veca.load(home / "w")
+            large.features(model, picture, out / "features.npy", tile=4, spill="disk")
+        except veca.VecaError as error:  # as a command says it
+            print(f"veca: {error}")
+            return 2
         return 0
 
     return run
@@ -149,7 +153,7 @@ def _prepare_probe(home: Path) -> None:
 def _probe(home: Path, out: Path) -> Work:
     return command(
         ["probe", "knn", "--dataset", "cifar-10", "--data", home / "data", "--weights", home / "w",
-         "--size", "32", "--cores", "2,4,6,8", "--cache", out / "cache", "--out", out / "results",
+         "--size", "32", "--cores", "4,8", "--cache", out / "cache", "--out", out / "results",
          "--no-time", "--workers", "1"]
     )  # fmt: skip
 
@@ -169,11 +173,11 @@ def _left_by_probe(out: Path) -> object:
 
 
 SCENES: Mapping[str, Scene] = {
-    "features": Scene(_photos(60), _features, _bytes),
-    "embed": Scene(_photos(60), _embed, _bytes),
-    "pack": Scene(_photos(300), _pack, _bytes),
+    "features": Scene(_photos(30), _features, _bytes),
+    "embed": Scene(_photos(40), _embed, _bytes),
+    "pack": Scene(_photos(120), _pack, _bytes),
     "distill": Scene(_prepare_distill, _distill, _left_by_distill),
-    "tune": Scene(_photos(14), _tune, _left_by_tune),
+    "tune": Scene(_photos(8), _tune, _left_by_tune),
     "large": Scene(_prepare_large, _large, _bytes),
     "probe": Scene(_prepare_probe, _probe, _left_by_probe),
 }

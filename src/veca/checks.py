@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from veca import content
 from veca._util.tracing import has_values
 from veca.config import AUTO, DEFAULT_AGREEMENT
 from veca.errors import InputError, whole
@@ -115,8 +114,7 @@ def check_dials(
     share = asked_keep(keep)
     if promise is None:
         return Dials(check_budget(cores, c.num_cores), share, None)
-    each = content.promise_of_each(promise, is_auto(cores) + is_auto(keep))
-    model.calibration.check(each)
+    each = model.calibration.of_each(promise, is_auto(cores) + is_auto(keep))
     if not is_auto(cores):
         budget = check_budget(cores, c.num_cores)
     elif size is None:

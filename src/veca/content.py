@@ -17,21 +17,33 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from veca._util.files import check_fields, parse_json, to_json
 from veca.config import AUTO
 from veca.errors import InputError, VecaWarning, WeightsError, shown
 
+__all__ = [
+    "FILE",
+    "KEPT",
+    "LADDER",
+    "Calibration",
+    "SizeTable",
+    "calibration_of",
+    "found_in",
+    "joined",
+    "least_share",
+    "read",
+]
+
 FILE = "calibration.json"
 """Beside weights."""
 FORMAT = "veca-calibration-1"
-LADDER = tuple(step / 20 for step in range(5, 20)) + (1.0,)
+LADDER = tuple(step / 20 for step in range(5, 21))
 """The shares that are chosen among: few, so that images of a batch often agree. Windows of 2 x 2
 reach all of them."""
 KEPT = 0.95
@@ -39,8 +51,16 @@ KEPT = 0.95
 NEARLY = 1.3
 """Images of so many times the patches of a calibrated size are still of that size."""
 
-Floats = NDArray[np.float64]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 Outputs = TypeVar("Outputs")
+
+
+class Chosen(NamedTuple):
+    """What `cores` and `keep` are for a batch of images, where they are "auto"."""
+
+    cores: int
+    keep: tuple[float, ...]
+    """The share of patch tokens of each image."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +138,9 @@ class Calibration:
         """The share of tokens that each image of a batch needs.
 
         Args:
+            agreement: from `of_each`.
             differences: [B] `veca.merging.unlikeness` before the first windows merge.
         """
-        self.check(agreement)
         values = differences.double().cpu().numpy()
         bounds = [
             table.expected(values) + self._margin(table, agreement) for table in self._tables(grid)
@@ -129,18 +149,24 @@ class Calibration:
 
     def budget(self, grid: tuple[int, int], agreement: float, num_cores: int) -> int:
         """The least budget of cores that keeps the promise on 95 of 100 photos."""
-        self.check(agreement)
         found = [table.least_budget(1 - agreement) for table in self._tables(grid)]
         return max(num_cores if budget is None else budget for budget in found)
 
-    def check(self, agreement: float) -> None:
-        """Refuse a promise that cannot be given."""
-        least, most = self.promises[0], self.promises[-1]
-        if not least <= agreement <= most:
+    def of_each(self, agreement: float, dials: int = 1) -> float:
+        """What each of so many dials promises, so that they lose no more together.
+
+        Raises:
+            InputError: it is a promise that cannot be given.
+        """
+        each = 1 - (1 - agreement) / dials
+        least, most = (1 - (1 - one) * dials for one in (self.promises[0], self.promises[-1]))
+        if not least - 1e-9 <= agreement <= most + 1e-9:
+            both = " for cores and keep together" if dials > 1 else ""
             raise InputError(
-                f"this calibration can promise an agreement from {least:g} to {most:g}, got "
+                f"this calibration can promise an agreement from {least:g} to {most:g}{both}, got "
                 f"{agreement:g}; ask for one of these, or give cores and keep as numbers."
             )
+        return min(max(each, self.promises[0]), self.promises[-1])
 
     def _margin(self, table: SizeTable, agreement: float) -> float:
         """That of the nearest promises on both sides, whichever is larger."""
@@ -203,7 +229,7 @@ def read(text: bytes, where: str = FILE) -> Calibration:
     sizes = []
     for name, part in table["sizes"].items():
         place = f"{where}, size {name}"
-        number = int(name) if name.isdecimal() else 0
+        number = int(name) if name.isdecimal() and len(name) < 7 else 0
         fields = {f"{group}.{one}": list for group, one in _LISTS}
         check_fields(part, {"patches": int, "photos": int, **fields}, place, WeightsError)
         lists = {one: _numbers(part[group][one], f"{place}: {one}") for group, one in _LISTS}
@@ -223,7 +249,8 @@ _LISTS = [*(("keep", name) for name in _KEEP), *(("cores", name) for name in _CO
 
 
 def _numbers(values: Sequence[object], where: str) -> tuple[Any, ...]:
-    if not values or not all(type(value) in (int, float) for value in values):
+    plain = all(type(v) in (int, float) and abs(cast(float, v)) < 1e12 for v in values)
+    if not values or not plain:
         raise WeightsError(f"{where} must be numbers, got {shown(values)}.")
     return tuple(values)
 
@@ -245,6 +272,11 @@ def _check_lengths(found: Calibration, where: str) -> None:
         raise WeightsError(f"{where} is damaged: its tables do not fit together; fetch it again.")
 
 
+def found_in(beside: Mapping[str, bytes]) -> Calibration | None:
+    """The calibration among the files beside weights, if there is one."""
+    return read(beside[FILE]) if FILE in beside else None
+
+
 def calibration_of(
     beside: Mapping[str, bytes], name: str | None, merge_blocks: tuple[int, ...]
 ) -> Calibration:
@@ -253,26 +285,20 @@ def calibration_of(
     Raises:
         InputError: they carry none, or one of another rule of merging.
     """
-    text = beside.get(FILE)
+    found = found_in(beside)
     weights = f"the weights {name}" if name else "these weights"
     how = "veca calibrate WEIGHTS --data PHOTOS makes one"
-    if text is None:
+    if found is None:
         raise InputError(
-            f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and keep "
-            "as numbers."
+            f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and "
+            "keep as numbers."
         )
-    found = read(text)
     if found.merge_blocks != merge_blocks:
         raise InputError(
             f"the calibration of {weights} was made for merging before the blocks "
             f"{found.merge_blocks}, not {merge_blocks}; {how}."
         )
     return found
-
-
-def promise_of_each(agreement: float, dials: int) -> float:
-    """What each of several dials promises, so that both together lose no more."""
-    return 1 - (1 - agreement) / dials
 
 
 def joined(parts: Sequence[Outputs], order: Sequence[Tensor]) -> Outputs:

@@ -37,7 +37,8 @@ from veca.checks import (
 from veca.errors import InputError, at_least, check_choice
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
-from veca.model import Block, CoreMove, CoresOutput, Veca, VecaOutput
+from veca.model import Block, CoreMove, Veca
+from veca.outputs import CoresOutput, VecaOutput
 from veca.precision import DTYPES, Fastest, at_precision, check_precision, described, fastest
 from veca.rope import Rotation
 from veca.weights.tensors import blank
@@ -160,7 +161,7 @@ class InferenceEngine(FeatureModel):
         promise = check_agreement(agreement, cores, keep)
         each = promise
         if promise is not None:
-            each = content.promise_of_each(promise, is_auto(cores) + is_auto(keep))
+            each = self.calibration.of_each(promise, is_auto(cores) + is_auto(keep))
         if each is not None and is_auto(cores):
             budget = self.calibration.budget(grid, each, c.num_cores)
         else:
@@ -181,14 +182,13 @@ class InferenceEngine(FeatureModel):
         self, prepared: PreparedShape, images: Tensor, promise: float
     ) -> tuple[Tensor, Tensor]:
         """The pass in which each image chooses its share where windows merge first."""
-        c, grid, calibration = self.config, prepared.grid, self.calibration
-        calibration.check(promise)
+        c, grid = self.config, prepared.grid
         begin = c.merge_blocks[0] - 1
         with self.many_shapes():
             state = self._begin(images.to(self.device, self.dtype), prepared)
             state = self._on(state, 0, begin, {}, prepared.rows)
             patches = (state.x + state.delta)[:, prepared.budget :]
-            shares = calibration.shares(unlikeness(patches, grid), grid, promise)
+            shares = self.calibration.shares(unlikeness(patches, grid), grid, promise)
             if self._compile:
                 # All images with as many tokens as the one with the most: else there would be
                 # something to compile for every number of images that happen to agree.

@@ -100,9 +100,11 @@ def batch_plan(
     The last is None where all keep the same share, [B, 1] where they differ. Then they are at least
     a quarter, so that all merge windows of 2 x 2.
     """
+    if len(keeps) == 1:  # also one that a traced graph leaves open, which nothing is asked about
+        return {block: (*step, None) for block, step in merge_plan(blocks, keeps[0], grid).items()}
     plans = {keep: merge_plan(blocks, keep, grid) for keep in keeps}
     if len(plans) == 1:
-        return {block: (*step, None) for block, step in plans[keeps[0]].items()}
+        return batch_plan(blocks, keeps[:1], grid, device)
     found: dict[int, tuple[int, int, Tensor | None]] = {}
     for block in blocks:
         left = [plans[keep].get(block, (2, grid[0] * grid[1]))[1] for keep in keeps]

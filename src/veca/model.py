@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -40,86 +40,14 @@ from veca.config import AUTO, VecaConfig, preset
 from veca.core_memory import CoreMemory, weights_stamp
 from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
-from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
-from veca.outputs import LayerTokens, as_dino, one_line, part
+from veca.merging import Periphery, batch_plan, merge, unlikeness
+from veca.outputs import CoresOutput, LayerTokens, VecaOutput, as_dino
 from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
 Found = TypeVar("Found")
 CPU_ROWS = 512
 """Tokens that a CPU takes through the feed-forward at a time when it needs no gradients."""
-
-
-class VecaOutput(NamedTuple):
-    """What the model knows about a batch of images."""
-
-    cores: Tensor
-    """[B, C, D'] every active core; D' is `config.feature_width`."""
-    patches: Tensor
-    """[B, N, D'] dense features, row by row."""
-    core_xy: Tensor
-    """[B, C, 2] where each core ended, (x, y) in [-1, 1]."""
-    grid: tuple[int, int]
-    """(h, w): patches down and across."""
-
-    @property
-    def cls(self) -> Tensor:
-        """[B, D'] the first core: the global embedding."""
-        return self.cores[:, 0]
-
-    def feature_map(self) -> Tensor:
-        """[B, D', h, w] the dense features as an image."""
-        return self.patches.transpose(1, 2).unflatten(2, self.grid)
-
-    def keys(self) -> tuple[str, ...]:
-        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
-        return ("cls", "patches", "cores", "core_xy", "grid", "feature_map")
-
-    def __getitem__(self, key: Any) -> Any:
-        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
-
-    def __repr__(self) -> str:
-        return one_line(self, ("cls", "patches", "cores"))
-
-
-class CoresOutput(NamedTuple):
-    """What `Veca.cores_only` gives: a `VecaOutput` without patches."""
-
-    cores: Tensor
-    """[B, R, D'] the cores that were asked for, the global embedding first."""
-    core_xy: Tensor
-    """[B, R, 2] where they ended, (x, y) in [-1, 1]."""
-    grid: tuple[int, int]
-    """(h, w): patches down and across."""
-
-    @property
-    def cls(self) -> Tensor:
-        """[B, D'] the first core: the global embedding."""
-        return self.cores[:, 0]
-
-    def keys(self) -> tuple[str, ...]:
-        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
-        return ("cls", "cores", "core_xy", "grid")
-
-    def __getitem__(self, key: Any) -> Any:
-        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
-
-    def __repr__(self) -> str:
-        return one_line(self, ("cls", "cores"))
-
-
-class Chosen(NamedTuple):
-    """What `cores` and `keep` are for a batch of images, where they are "auto"."""
-
-    cores: int
-    keep: tuple[float, ...]
-    """The share of patch tokens of each image."""
 
 
 class CoreBank(nn.Module):
@@ -340,7 +268,7 @@ class LayerState(NamedTuple):
     """Windows have just merged: the state between two blocks, with the number of the first."""
 
     def of(self, images: Tensor) -> LayerState:
-        """The same of some images of the batch, before any windows have merged."""
+        """The same of some images of the batch; no windows have merged."""
         core_xy, raw, *rotation = (
             x if len(x) == 1 else x[images] for x in (self.core_xy, self.raw, *self.core_rotation)
         )
@@ -364,6 +292,21 @@ class LayerState(NamedTuple):
             index = self.periphery.token_of.view(shape).expand(*values.shape[:-1], -1)
             values = shared.gather(-1, index)
         return values.unflatten(-1, self.grid)
+
+
+class EarlyWalk(NamedTuple):
+    """The states of a walk before any windows have merged, from which walks can go on."""
+
+    states: list[LayerState]
+
+    @property
+    def budget(self) -> int:
+        return self.states[0].core_xy.shape[1]
+
+    def of(self, images: Tensor) -> EarlyWalk:
+        """The same of some images of the batch."""
+        some = images.to(self.states[0].tokens.device)
+        return EarlyWalk([state.of(some) for state in self.states])
 
 
 class Veca(FeatureModel, nn.Module):
@@ -442,42 +385,39 @@ class Veca(FeatureModel, nn.Module):
             agreement: with "auto", the promise: the cosine of CLS and, on average, of the patches
                 with what all cores and tokens give; 0.98 by default.
         """
-        cores, keep, agreement = self._at_point(cores, keep, agreement)
-        return self._over(images, cores, keep, agreement, lambda walk: self.output(_end(walk)))
+        cores, keep, agreement = self._asked(cores, keep, agreement)
+        if is_auto(cores, keep):
+            return self._by_content(self.forward, images, cores, keep, agreement)
+        for layer in self.walk(images, cores, keep=keep):
+            last = layer
+        return self.output(last)
 
-    def _at_point(
+    def _asked(
         self, cores: int | str | None, keep: float | str | None, agreement: float | None = None
     ) -> tuple[int | str | None, float | str | None, float | None]:
         """What a call asks for: where it says neither, what the model's point says."""
         if cores is None and keep is None and self.point is not None:
             given = self.point.agreement if agreement is None else agreement
             return self.point.cores, self.point.keep, given
-        return cores, keep, agreement
+        return cores, keep, check_agreement(agreement, cores, keep)
 
-    def _over(
+    def _by_content(
         self,
+        call: Callable[..., Found],
         images: Tensor,
         cores: int | str | None,
         keep: float | str | None,
         agreement: float | None,
-        found: Callable[[Iterator[LayerState]], Found],
-        **to: Any,
     ) -> Found:
-        """What is `found` in the walk over a batch.
-
-        Where images choose their shares, those that choose the same have a walk of their own.
-        """
+        """A `call` of the model with numbers for "auto": images of one share go on together."""
         if not is_auto(keep):
-            return found(self.walk(images, cores, keep=keep, agreement=agreement, **to))
-        early, shares = self._begun(images, cores, agreement, **to)
+            return call(images, cores=self._budget(images, cores, keep, agreement), keep=keep)
+        early, shares = self._begun(images, cores, agreement)
         if len(set(shares)) == 1:
-            return found(self.walk_on(early, shares, **to))
+            return call(early, cores=early.budget, keep=shares[0])
         chosen = torch.tensor(shares)
         order = [(chosen == share).nonzero().flatten() for share in chosen.unique()]
-        parts = []
-        for some in order:
-            begun = [state.of(some.to(images.device)) for state in early]
-            parts.append(found(self.walk_on(begun, [shares[some[0]]], **to)))
+        parts = [call(early.of(o), cores=early.budget, keep=shares[o[0]]) for o in order]
         return content.joined(parts, order)
 
     def chosen(
@@ -485,10 +425,10 @@ class Veca(FeatureModel, nn.Module):
         images: Tensor,
         cores: int | str | None = None,
         agreement: float | None = None,
-    ) -> Chosen:
+    ) -> content.Chosen:
         """What keep="auto" takes for these images, without the rest of the pass."""
         early, shares = self._begun(images, cores, agreement)
-        return Chosen(early[0].core_xy.shape[1], shares)
+        return content.Chosen(early.budget, shares)
 
     def remember(
         self, images: Tensor, cores: int | None = None, keep: float | None = None
@@ -500,7 +440,7 @@ class Veca(FeatureModel, nn.Module):
         Args:
             keep: 1 or None: where patches merge, one depends on others.
         """
-        at, share, promise = self._at_point(cores, keep)
+        at, share, promise = self._asked(cores, keep)
         check_memorable(self.training, share)
         keys, values = [], []
         for before, layer in pairwise(self.walk(images, at, agreement=promise)):
@@ -562,17 +502,15 @@ class Veca(FeatureModel, nn.Module):
         agreement: float | None = None,
     ) -> VecaOutput:
         """The same before the output projection: after the last norm, as wide as the network."""
-
-        def found(walk: Iterator[LayerState]) -> VecaOutput:
-            last = _end(walk)
-            # One by one: gradients of the norm are summed in this order since 0.1.
-            parts = last.tokens.tensor_split([last.core_xy.shape[1]], dim=1)
-            normed, patches = (self.norm(part) for part in parts)
-            core_xy = last.core_xy.expand(len(patches), -1, -1)
-            patches = last.periphery.spread(patches, last.grid)
-            return VecaOutput(normed, patches, core_xy, last.grid)
-
-        return self._over(images, cores, keep, agreement, found)
+        if is_auto(cores, keep):
+            return self._by_content(self.tokens, images, cores, keep, agreement)
+        for layer in self.walk(images, cores, keep=keep, agreement=agreement):
+            last = layer
+        # One by one: gradients of the norm are summed in this order since 0.1.
+        parts = last.tokens.tensor_split([last.core_xy.shape[1]], dim=1)
+        normed, patches = (self.norm(part) for part in parts)
+        core_xy = last.core_xy.expand(len(patches), -1, -1)
+        return VecaOutput(normed, last.periphery.spread(patches, last.grid), core_xy, last.grid)
 
     def cores_only(
         self,
@@ -594,17 +532,16 @@ class Veca(FeatureModel, nn.Module):
             first: how many of the cores are wanted, 1..C, by default all of them.
             projection: False: before the output projection, as wide as the network.
         """
-        cores, keep, agreement = self._at_point(cores, keep, agreement)
-        budget = self._budget(images, cores, keep, agreement)
-        rows = check_first(first, budget)
-
-        def found(walk: Iterator[LayerState]) -> CoresOutput:
-            last = _end(walk)
-            x = self.norm(last.tokens)
-            core_xy = last.core_xy[:, :rows].expand(x.shape[0], -1, -1)
-            return CoresOutput(self.project(x) if projection else x, core_xy, last.grid)
-
-        return self._over(images, cores, keep, agreement, found, rows=rows)
+        cores, keep, agreement = self._asked(cores, keep, agreement)
+        if is_auto(cores, keep):
+            call = partial(self.cores_only, first=first, projection=projection)
+            return self._by_content(call, images, cores, keep, agreement)
+        rows = check_first(first, check_budget(cores, self.config.num_cores))
+        for layer in self.walk(images, cores, keep=keep, rows=rows):
+            last = layer
+        x = self.norm(last.tokens)
+        core_xy = last.core_xy[:, :rows].expand(x.shape[0], -1, -1)
+        return CoresOutput(self.project(x) if projection else x, core_xy, last.grid)
 
     def forward_intermediates(
         self,
@@ -621,17 +558,17 @@ class Veca(FeatureModel, nn.Module):
         With `norm` the final norm and output projection are applied to each, so that the last
         layer's equals `forward`; without it they are the raw residual stream.
         """
+        if is_auto(cores, keep):
+            call = partial(self.forward_intermediates, layers=layers, norm=norm)
+            return self._by_content(call, images, cores, keep, agreement)
         wanted = check_layers(layers, self.config.depth)
-
-        def found(walk: Iterator[LayerState]) -> list[VecaOutput]:
-            outputs = {
-                layer.number: self.output(layer, norm)
-                for layer in walk
-                if layer.number in wanted and not layer.merging
-            }
-            return [outputs[number] for number in wanted]
-
-        return self._over(images, cores, keep, agreement, found, last=max(wanted))
+        walk = self.walk(images, cores, last=max(wanted), keep=keep, agreement=agreement)
+        outputs = {
+            layer.number: self.output(layer, norm)
+            for layer in walk
+            if layer.number in wanted and not layer.merging
+        }
+        return [outputs[number] for number in wanted]
 
     def forward_features(
         self,
@@ -716,19 +653,19 @@ class Veca(FeatureModel, nn.Module):
                 "norm-based maps sum the heads before taking the length, so they have no "
                 "per-head form; use kind='softmax' with per_head=True."
             )
+        if is_auto(cores, keep):
+            call = partial(self.attention_maps, layers=layers, kind=kind, per_head=per_head)
+            return self._by_content(call, images, cores, keep, agreement)
         wanted = check_layers(layers, self.config.depth)
-
-        def found(walk: Iterator[LayerState]) -> Tensor:
-            maps = {}
-            for before, layer in pairwise(walk):
-                if layer.number in wanted and not layer.merging:
-                    weights = self.core_to_patch(before, layer, kind)
-                    if kind == "softmax" and not per_head:
-                        weights = weights.mean(dim=1)
-                    maps[layer.number] = layer.on_grid(weights)
-            return torch.stack([maps[number] for number in wanted], dim=1)
-
-        return self._over(images, cores, keep, agreement, found, last=max(wanted))
+        maps = {}
+        walk = self.walk(images, cores, last=max(wanted), keep=keep, agreement=agreement)
+        for before, layer in pairwise(walk):
+            if layer.number in wanted and not layer.merging:
+                weights = self.core_to_patch(before, layer, kind)
+                if kind == "softmax" and not per_head:
+                    weights = weights.mean(dim=1)
+                maps[layer.number] = layer.on_grid(weights)
+        return torch.stack([maps[number] for number in wanted], dim=1)
 
     def core_to_patch(self, before: LayerState, layer: LayerState, kind: str = "softmax") -> Tensor:
         """How much each core takes from each patch token, as `CoreAttention.core_to_patch`.
@@ -749,7 +686,7 @@ class Veca(FeatureModel, nn.Module):
 
     def walk(
         self,
-        images: Tensor,
+        images: Tensor | EarlyWalk,
         cores: int | str | None = None,
         *,
         last: int | None = None,
@@ -766,6 +703,7 @@ class Veca(FeatureModel, nn.Module):
         ...     print(layer.number, model.output(layer).patches.norm())
 
         Args:
+            images: or what `before_merging` gave for them, to go on from.
             last: the block to stop after, 1..L, by default the last.
             keep, agreement: as in `forward`. Where windows merge, the state after that is yielded
                 as well, with `merging` set. Images that choose different shares have as many
@@ -773,16 +711,21 @@ class Veca(FeatureModel, nn.Module):
                 `Periphery.multiplicity` tells by a 0.
             rows: from the last block so many of the cores come out, and no patches.
         """
-        if is_auto(keep):
-            early, shares = self._begun(images, cores, agreement, last=last, rows=rows)
-            yield from self.walk_on(early, shares, last=last, rows=rows)
-            return
-        end = self.config.depth if last is None else check_layers([last], self.config.depth)[0]
-        share = check_keep(keep)
-        start = self._start(images, self._budget(images, cores, keep, agreement))
-        yield start
-        merges = merge_plan(self.config.merge_blocks, share, start.grid)
-        yield from self._blocks(start, end, {b: (*m, None) for b, m in merges.items()}, rows)
+        c = self.config
+        end = c.depth if last is None else check_layers([last], c.depth)[0]
+        shares: tuple[float, ...]
+        if isinstance(images, EarlyWalk):
+            early, shares = images, (check_keep(keep),)
+        elif is_auto(keep):
+            early, shares = self._begun(images, cores, agreement)
+        else:
+            shares = (check_keep(keep),)
+            start = self._start(images, self._budget(images, cores, keep, agreement))
+            early = EarlyWalk([start])
+        yield from (state for state in early.states if state.number <= end)
+        state = early.states[-1]
+        merges = batch_plan(c.merge_blocks, shares, state.grid, state.tokens.device)
+        yield from self._blocks(state, end, merges, rows)
 
     def _budget(
         self,
@@ -796,7 +739,7 @@ class Veca(FeatureModel, nn.Module):
         if promise is None or not is_auto(cores):
             return check_budget(cores, self.config.num_cores)
         grid = check_images(images, self.config.in_channels, self.config.patch_size)
-        each = content.promise_of_each(promise, 2 if is_auto(keep) else 1)
+        each = self.calibration.of_each(promise, 2 if is_auto(keep) else 1)
         return self.calibration.budget(grid, each, self.config.num_cores)
 
     @property
@@ -804,65 +747,34 @@ class Veca(FeatureModel, nn.Module):
         """What `cores="auto"` and `keep="auto"` go by; InputError where the weights have none."""
         return content.calibration_of(self.beside, self.name, self.config.merge_blocks)
 
-    def before_merging(
-        self,
-        images: Tensor,
-        cores: int | None = None,
-        *,
-        last: int | None = None,
-        rows: int | None = None,
-    ) -> list[LayerState]:
+    def before_merging(self, images: Tensor, cores: int | None = None) -> EarlyWalk:
         """The states of a walk up to where windows would merge first, whatever is kept.
 
         >>> early = model.before_merging(images)
         >>> for keep in (0.35, 0.5):
-        ...     *_, end = model.walk_on(early, [keep] * len(images))
+        ...     *_, end = model.walk(early, keep=keep)
         """
-        c = self.config
-        start = self._start(images, check_budget(cores, c.num_cores))
-        end = c.depth if last is None else check_layers([last], c.depth)[0]
-        before = min(c.merge_blocks[0] - 1, end)
-        return [start, *self._blocks(start, before, {}, rows if before == end else None)]
-
-    def walk_on(
-        self,
-        early: Sequence[LayerState],
-        shares: Sequence[float],
-        *,
-        last: int | None = None,
-        rows: int | None = None,
-    ) -> Iterator[LayerState]:
-        """The whole walk that begins with `before_merging`.
-
-        Args:
-            shares: of patch tokens, of each image; those that differ are a quarter at least.
-        """
-        state, c = early[-1], self.config
-        plan = batch_plan(c.merge_blocks, shares, state.grid, state.tokens.device)
-        end = c.depth if last is None else last
-        return chain(early, self._blocks(state, end, plan, rows))
+        start = self._start(images, check_budget(cores, self.config.num_cores))
+        return EarlyWalk([start, *self._blocks(start, self.config.merge_blocks[0] - 1, {})])
 
     def _begun(
         self,
         images: Tensor,
         cores: int | str | None,
         agreement: float | None,
-        **to: Any,
-    ) -> tuple[list[LayerState], tuple[float, ...]]:
+    ) -> tuple[EarlyWalk, tuple[float, ...]]:
         """`before_merging`, and the share that each image chooses there."""
         promise = check_agreement(agreement, cores, AUTO)
         assert promise is not None
-        each = content.promise_of_each(promise, 2 if is_auto(cores) else 1)
         check_images(images, self.config.in_channels, self.config.patch_size)
         check_readable(images, self.training)
         calibration = self.calibration
-        calibration.check(each)
+        each = calibration.of_each(promise, 2 if is_auto(cores) else 1)
         budget = self._budget(images, cores, AUTO, promise)
-        early = self.before_merging(images, budget, **to)
-        if early[-1].tokens.shape[1] <= budget:  # the walk ends here, with cores alone
-            return early, (1.0,) * len(images)
-        differences = unlikeness(early[-1].tokens[:, budget:], early[-1].grid)
-        return early, calibration.shares(differences, early[-1].grid, each)
+        early = self.before_merging(images, budget)
+        state = early.states[-1]
+        differences = unlikeness(state.tokens[:, budget:], state.grid)
+        return early, calibration.shares(differences, state.grid, each)
 
     def _start(self, images: Tensor, budget: int) -> LayerState:
         """The state before the first block."""
@@ -947,13 +859,6 @@ class Veca(FeatureModel, nn.Module):
         x = self.project(x) if norm else x
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
         return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
-
-
-def _end(walk: Iterator[LayerState]) -> LayerState:
-    """The last state of a walk."""
-    for layer in walk:
-        last = layer
-    return last
 
 
 def _unpacked(

@@ -25,7 +25,8 @@ from veca.checks import check_model
 from veca.errors import ConfigError, InputError
 from veca.images import Source, preprocess
 from veca.images.bundled import bundled_photos
-from veca.model import Block, Veca, VecaOutput, evaluating
+from veca.model import Block, Veca, evaluating
+from veca.outputs import VecaOutput
 
 LARGEST = 127
 """Of a rounded number; -128 is left out, so that rounding is symmetric."""

@@ -401,6 +401,32 @@ def test_a_source_that_fails(tiny, tmp_path):
     assert told[0] == 6
 
 
+def test_what_a_kill_leaves_half_written_goes(tiny, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / ".manifest.json.999999999-0123abcd.tmp").write_text("{")
+    with pytest.raises(Stopped):
+        large.features(tiny, photo(), state=state, tile=3, progress=stop_at(50))
+    (state / ".layer-003.safetensors.999999999-0123abcd.tmp").write_bytes(b"half")
+    (state / "sums.new").write_bytes(b"half")
+    large.features(tiny, photo(), state=state, tile=3)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("moment", [7, 40])
+def test_a_folder_that_is_removed_meanwhile_is_told(tiny, tmp_path, moment):
+    out = tmp_path / "out" / "features.npy"
+
+    def remove(done, total):
+        if done == moment:
+            shutil.rmtree(out.parent)
+
+    with pytest.raises(OutputError, match=r"features\.npy"):
+        large.features(tiny, photo(), out, tile=3, spill="disk", progress=remove)
+    again = large.features(tiny, photo(), out, tile=3, spill="disk")
+    assert again.grid == (10, 14) and names(out.parent) == ["features.npy"]
+
+
 def test_two_passes_do_not_share_a_folder(tiny, tmp_path):
     def inside(done, total):
         with pytest.raises(OutputError, match="another pass"):

@@ -90,6 +90,7 @@ CSS = """
   #dials .head { flex-wrap: nowrap; margin-bottom: .2rem; }
   #dials .head span { font-size: .75rem; line-height: 1.1; white-space: normal; }
   #dials input[type=number] { width: 3.4rem; min-width: 0; padding: .1rem; }
+  #dials input[type=range] { min-width: 0; width: 100%; }
   #dials .reset-button, #dials .min_value, #dials .max_value { display: none; }
   #numbers th, #numbers td { padding: .3rem .25rem; }
 }
@@ -122,7 +123,7 @@ def _dials(handlers: Handlers) -> dict[str, Dial]:
     dials = (
         Dial("cores", "budget (cores)", 1, most, min(DEFAULT_CORES, most), 1, "redraw"),
         Dial("keep", "tokens kept", LEAST_KEEP, 1, 1, 0.05, "redraw"),
-        Dial("size", "size (short side, px)", 128, largest, DEFAULT_SIZE, 64, "relook"),
+        Dial("size", "size (px)", 128, largest, DEFAULT_SIZE, 64, "relook"),
         Dial("layer", "layer", 1, depth, depth, 1, "attention"),
         Dial("core", "core", 1, most, 1, 1, "attention"),
     )

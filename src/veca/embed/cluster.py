@@ -66,6 +66,7 @@ def run(
         work = ray.put(
             {
                 "state": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
+                "beside": dict(model.beside),
                 "settings": settings.to_dict(),
                 "reduction": None if reduction is None else reduction.tensors,
                 "plan": plan,
@@ -119,6 +120,7 @@ class _Worker:
         device = torch.device(given["device"])
         model = create_model(self._settings.model_config)
         model.load_state_dict(given["state"])
+        model.beside = given["beside"]  # with what "auto" goes by
         self._at_once = batches_at_once(device, self._cpus)
         tensors = given["reduction"]
         self._compute = compute_for(

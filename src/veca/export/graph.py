@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from veca.errors import ExportError
 from veca.merging import LEAST_OPEN_KEEP
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 
 OUTPUTS = ("cls", "patches", "core_tokens", "core_xy")
 """Names of the outputs of every exported file, in this order."""
@@ -97,7 +98,9 @@ def trace(
         given.append(torch.tensor(max(1, config.num_cores // 2)))
     if keep is None:
         given.append(torch.tensor(0.5))
-    shapes = {"images": open_axes, "given": tuple(None for _ in given)}
+    shapes: dict[str, object] = {"images": open_axes}
+    if given:
+        shapes["given"] = tuple(None for _ in given)
     with torch.no_grad(), quiet():
         try:
             program = torch.export.export(

@@ -17,7 +17,7 @@ from veca.export.graph import MIN_SIDE, report_of
 from veca.export.onnx_file import OnnxRunner
 from veca.export.torch_file import TorchRunner
 from veca.merging import LEAST_OPEN_KEEP
-from veca.model import VecaOutput
+from veca.outputs import VecaOutput
 from veca.weights.store import file_hash
 
 

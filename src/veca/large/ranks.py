@@ -20,7 +20,8 @@ from veca.attention import PartialAttention, partial_attention
 from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, LargeError, whole
 from veca.large import layers
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 
 
 class Ranks:

@@ -26,7 +26,8 @@ from transformers.utils import ModelOutput
 from veca.checks import asked_keep, check_budget, is_auto
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.model import Block, CoreBank, CoreMove, LayerState, Veca, VecaOutput, spread_points
+from veca.model import Block, CoreBank, CoreMove, LayerState, Veca, spread_points
+from veca.outputs import VecaOutput
 from veca.weights import store
 from veca.weights.card import model_card
 

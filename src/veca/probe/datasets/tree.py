@@ -78,7 +78,7 @@ class Tree:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
         return DatasetError(
             f"{self.root}: not a complete {self.info.name!r} dataset, missing {shown}; it comes "
-            f"from {self.info.where}; check_dataset({self.info.name!r}, ...) prints the layout",
+            f"from {self.info.where}; `veca datasets {self.info.name}` shows the layout",
             missing=names,
         )
 
