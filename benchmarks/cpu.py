@@ -6,7 +6,8 @@
 With photos: the shipped weights as they are and in each precision, with 64 cores, on one thread and
 on two: time in turns, as the median of the ratios to the plain model in float32, and the mean
 agreement with it. "floor" is what `torch._int_mm` takes for the linear layers' shapes. A few
-minutes of an idle machine. Writes results/cpu_precision.csv after each set of rows.
+minutes of an idle machine. Writes results/cpu_precision.csv after each size; rows
+of other weights and sizes that are there stay.
 
 Without: what `veca bench small --cores 8,64 --threads 1 --device cpu --limit 300` measures, in
 float32, with fresh weights. A quarter of an hour. Writes results/cpu.csv after each size.
@@ -41,7 +42,7 @@ KEEP = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photos", type=Path, help="squares that chose nothing: precisions")
-    parser.add_argument("--weights", nargs="+", default=["tiny", "small"])
+    parser.add_argument("--weights", nargs="+", default=["tiny", "weights/veca_small_patch16"])
     parser.add_argument("--pixels", type=int, nargs="+", default=[224, 512], help="with --photos")
     parser.add_argument("--rounds", type=int, default=15, help="with --photos")
     parser.add_argument("--agree", type=int, default=100, help="photos to compare on")
@@ -100,7 +101,8 @@ def precisions(options: argparse.Namespace) -> None:
                 found = agreement.get(label)
                 rows.append(
                     {
-                        "weights": name,
+                        "set": f"{Path(name).name} {size}",
+                        "weights": Path(name).name,
                         "size": size,
                         "threads": threads,
                         "contender": label,
@@ -115,7 +117,7 @@ def precisions(options: argparse.Namespace) -> None:
                     }
                 )
                 print(*rows[-1].values(), flush=True)
-            write_csv("cpu_precision", rows, options.out, device="cpu")
+            write_csv("cpu_precision", rows, options.out, device="cpu", key="set")
 
 
 def contenders(model: Veca, *, compiled: bool) -> dict[str, Callable[..., Any]]:
