@@ -57,9 +57,7 @@ class QuantizationReport:
 
         def lost(name: str) -> float:
             found = self.layers[name]
-            return (1 - found.cls) / (1 - self.gate.cls) + (1 - found.patches) / (
-                1 - self.gate.patches
-            )
+            return 2 - found.cls - found.patches
 
         return sorted(self.layers, key=lost, reverse=True)
 
