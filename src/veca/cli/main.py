@@ -23,10 +23,12 @@ from veca.cli.export import export
 from veca.cli.features import features
 from veca.cli.import_ import import_
 from veca.cli.info import info
+from veca.cli.large import large
 from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
 from veca.cli.quickstart import quickstart
+from veca.cli.read import read
 from veca.cli.recipes import recipes
 from veca.cli.report import report
 from veca.cli.search import search
@@ -88,7 +90,20 @@ app = typer.Typer(
 # Typer's own, wherever it keeps it: recent versions carry a copy of click inside.
 _UsageError: Any = typer.BadParameter.__base__
 
-_READ_IMAGES = {quickstart, features, viz, demo, pack, distill, probe, embed, search, tune}
+_READ_IMAGES = {
+    quickstart,
+    features,
+    viz,
+    demo,
+    pack,
+    distill,
+    probe,
+    embed,
+    search,
+    tune,
+    large,
+    read,
+}
 _FEATURES: PointOptions = {
     "weights": ("weights", str),
     "size": ("size", str),
@@ -119,7 +134,7 @@ _POINTS: dict[Any, PointOptions] = {
 for command in (
     *(quickstart, info, features, viz, demo),
     *(pack, recipes, distill, datasets, probe, report),
-    *(embed, search),
+    *(embed, search, large, read),
     *(bench, tune, export, import_, publish),
     *(cache,),
 ):

@@ -1,11 +1,14 @@
 """Pictures of any size: exact features in bounded memory, and any region of them again."""
 
 from veca.core_memory import CoreMemory
+from veca.large.collection import Collected, collect
+from veca.large.job import LargeJob
 from veca.large.masks import mask_of
 from veca.large.picture import ArrayPicture, Picture, region
 from veca.large.plan import Estimate
 from veca.large.ranks import SplitVeca
 from veca.large.sources import Place, Source
+from veca.large.store import FeatureStore
 from veca.large.sweep import CONTEXTS, LargeOutput, estimate, features
 from veca.large.view import PictureLook, PictureView, open_picture, overview
 from veca.large.work import Progress
@@ -19,22 +22,26 @@ __all__ = [
     "CONTEXTS",
     "ArrayPicture",
     "ArrayWriter",
+    "Collected",
     "CoreMemory",
     "Estimate",
+    "FeatureStore",
     "GeoTiffWriter",
     "Hdf5Writer",
+    "LargeJob",
     "LargeOutput",
     "Layout",
-    "PictureLook",
     "NumpyWriter",
     "Picture",
+    "PictureLook",
+    "PictureView",
     "Place",
     "Progress",
     "Source",
     "SplitVeca",
     "TileWriter",
-    "PictureView",
     "ZarrWriter",
+    "collect",
     "estimate",
     "features",
     "mask_of",

@@ -7,6 +7,7 @@ cores took from each: O(C D) numbers, however large the picture.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -87,6 +88,23 @@ class Ranks:
     def wait(self, device: torch.device) -> None:
         """Until all are here."""
         self.total(0, device)
+
+
+@contextlib.contextmanager
+def processes(device: str = "auto") -> Iterator[tuple[dist.ProcessGroup | None, str, bool]]:
+    """The processes of torchrun, if there are several: their group, this one's device, and whether
+    it is the first."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield None, device, True
+        return
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield dist.group.WORLD, "cpu" if device == "auto" else device, dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
 
 
 class _Sum(torch.autograd.Function):

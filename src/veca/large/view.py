@@ -392,14 +392,24 @@ def open_picture(
         LargeError: it cannot be read so; the message says why.
         MissingExtraError: a library is missing; the message says how to get it.
     """
-    look = PictureLook(
+    return PictureView(open_source(path), look_at(level, mpp, region, bands, value_range))
+
+
+def look_at(
+    level: int | None = None,
+    mpp: float | str | None = None,
+    region: Sequence[int] | None = None,
+    bands: Sequence[int] | None = None,
+    value_range: Sequence[float] | None = None,
+) -> PictureLook:
+    """A look, from what a user gave; see `open_picture`."""
+    return PictureLook(
         level,
         None if mpp is None else parse_mpp(mpp),
         None if region is None else _four(region),
         None if bands is None else tuple(bands),
         None if value_range is None else (float(value_range[0]), float(value_range[1])),
     )
-    return PictureView(open_source(path), look)
 
 
 def parse_mpp(text: float | str) -> float:

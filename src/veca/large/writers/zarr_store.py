@@ -18,7 +18,7 @@ import numpy as np
 from veca._util import files
 from veca._util.extras import require
 from veca.core_memory import CoreMemory
-from veca.errors import OutputError
+from veca.errors import AlreadyThereError, OutputError, shown
 from veca.large.writers import Features, Layout
 
 MEMORY = "core_memory.safetensors"
@@ -30,23 +30,31 @@ class ZarrWriter:
     """It grows in a hidden folder beside the target, which takes its place at the end."""
 
     def __init__(
-        self, path: str | os.PathLike[str], dtype: Any = "float16", *, features: bool = True
+        self,
+        path: str | os.PathLike[str],
+        dtype: Any = "float16",
+        *,
+        features: bool = True,
+        overwrite: bool = False,
     ) -> None:
         """
         Args:
             features: False: keep the core memory alone, from which regions are computed again.
+            overwrite: replace a store that is there.
         """
         self.zarr = require("zarr", "writing Zarr", "large")
         self.path = files.place_for(path)
         self.dtype = np.dtype(dtype)
         self.part = self.path.with_name(f".{self.path.name}.part")
-        self._keeps_features = features
+        self._keeps_features, self._overwrite = features, overwrite
+        self._done = False
         self._features: Any = None
 
     def begin(self, layout: Layout, resumed: bool) -> bool:
-        if self.path.exists() and not self.path.is_dir():
-            raise OutputError(f"cannot write {self.path}: it is a file; choose another name.")
         facts = {**layout.facts, "dtype": str(self.dtype)}
+        self._done = self._is_done(facts, resumed)
+        if self._done:
+            return True
         with files.output_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             there = resumed and self._is_ours(facts)
@@ -56,6 +64,28 @@ class ZarrWriter:
         if self._keeps_features:
             self._features = self.zarr.open_array(self.part / FEATURES, mode="r+")
         return there
+
+    def _is_done(self, facts: dict[str, Any], resumed: bool) -> bool:
+        """Whether a pass was killed when its store stood already; another store is refused."""
+        if not os.path.lexists(self.path) or self._overwrite:
+            return False
+        try:
+            there = dict(self.zarr.open_group(self.path, mode="r").attrs)[FACTS]
+        except (OSError, ValueError, KeyError) as error:
+            raise OutputError(
+                f"cannot write {self.path}: something else is there; choose another name."
+            ) from error
+        if there == facts:
+            if resumed:
+                return True
+            raise AlreadyThereError(
+                f"{self.path} holds these features already; --overwrite computes them anew."
+            )
+        other = next(name for name in facts | there if there.get(name) != facts.get(name))
+        raise OutputError(
+            f"{self.path} holds features of other {other} ({shown(there.get(other))}, now "
+            f"{shown(facts.get(other))}); choose another name, or --overwrite it."
+        )
 
     def _is_ours(self, facts: dict[str, Any]) -> bool:
         try:
@@ -95,6 +125,8 @@ class ZarrWriter:
             )
 
     def finish(self, memory: CoreMemory | None) -> None:
+        if self._done:
+            return
         if memory is not None:
             memory.save(self.part / MEMORY)
         with files.output_errors(self.path):
