@@ -91,18 +91,8 @@ app = typer.Typer(
 _UsageError: Any = typer.BadParameter.__base__
 
 _READ_IMAGES = {
-    quickstart,
-    features,
-    viz,
-    demo,
-    pack,
-    distill,
-    probe,
-    embed,
-    search,
-    tune,
-    large,
-    read,
+    *(quickstart, features, viz, demo, pack, distill, probe, embed, search, tune),
+    *(large, read),
 }
 _FEATURES: PointOptions = {
     "weights": ("weights", str),

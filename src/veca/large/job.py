@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ class LargeJob:
     mask: str | None = None
     context: str = "image"
     cores: int | None = None
-    keep: float | None = None
+    keep: float | str | None = None
     width: str = "native"
     dtype: str | None = None
     memory: str = "1GB"
@@ -61,7 +61,7 @@ class LargeJob:
 
     def estimate(self, model: Veca, picture: PictureView, mask: Mask | None) -> Estimate:
         """What `run` will take."""
-        return estimate(
+        found = estimate(
             model,
             picture,
             self.out,
@@ -72,6 +72,11 @@ class LargeJob:
             spill=self.spill,
             state=self.state,
         )
+        c = model.config
+        numbers = c.feature_width if self.width == "projected" else c.width
+        each = numbers * (4 if (self.dtype or "float16") == "float32" else 2)
+        total = found.grid[0] * found.grid[1] * each
+        return replace(found, feature_bytes=total if self.keep_features else 0)
 
     def run(
         self,

@@ -38,8 +38,8 @@ class FeatureStore:
         try:
             root = zarr.open_group(self.path, mode="r")
             self.facts: dict[str, Any] = dict(root.attrs)[FACTS]
-            self.features: Any = root[FEATURES] if FEATURES in root else None
-            self._mask = root[MASK] if MASK in root else None
+            self.features: Any = root.get(FEATURES)
+            self._mask: Any = root.get(MASK)
             height, width = self.facts["grid"]
             self.grid = (int(height), int(width))
             self.patch_size = at_least("patch_size", self.facts["patch_size"])

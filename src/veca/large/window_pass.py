@@ -35,7 +35,7 @@ class WindowPass(Work):
         self,
         *given: Any,
         halo: int,
-        keep: float | None = None,
+        keep: float | str | None = None,
         memory: CoreMemory | None = None,
         **options: Any,
     ) -> None:
