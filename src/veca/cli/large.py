@@ -147,7 +147,7 @@ def large(
         mask=mask,
         context=context,
         cores=cores,
-        keep=parse_keep(keep),
+        keep=parse_share(keep),
         width=width,
         dtype=dtype,
         memory=memory,
@@ -191,6 +191,14 @@ def large(
         height, across = made.grid
         kept = "" if made.memory is None else f", core memory {gigabytes(made.memory.nbytes)}"
         say(f"{height} x {across} patches{kept} -> {out}")
+
+
+def parse_share(text: str | None) -> float | None:
+    """'0.5' -> 0.5; what is chosen photo by photo is no choice for a picture's tiles."""
+    share = parse_keep(text)
+    if isinstance(share, str):
+        raise InputError("a large picture takes a share, such as --keep 0.5, not auto.")
+    return share
 
 
 def parse_range(text: str | None) -> tuple[float, float] | None:

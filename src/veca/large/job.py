@@ -34,7 +34,7 @@ class LargeJob:
     mask: str | None = None
     context: str = "image"
     cores: int | None = None
-    keep: float | str | None = None
+    keep: float | None = None
     width: str = "native"
     dtype: str | None = None
     memory: str = "1GB"

@@ -106,7 +106,7 @@ def features(
     *,
     cores: int | None = None,
     context: str = "image",
-    keep: float | str | None = None,
+    keep: float | None = None,
     width: str = "projected",
     dtype: str | None = None,
     mask: object = None,
@@ -227,9 +227,7 @@ def features(
     return LargeOutput(found, grid, array, last)
 
 
-def _checked(
-    model: Veca, context: str, keep: float | str | None, width: str, mask: object
-) -> VecaConfig:
+def _checked(model: Veca, context: str, keep: float | None, width: str, mask: object) -> VecaConfig:
     check_model(model, "veca.large.features")
     check_choice("context", context, CONTEXTS)
     check_choice("width", width, WIDTHS)

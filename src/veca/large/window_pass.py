@@ -35,7 +35,7 @@ class WindowPass(Work):
         self,
         *given: Any,
         halo: int,
-        keep: float | str | None = None,
+        keep: float | None = None,
         memory: CoreMemory | None = None,
         **options: Any,
     ) -> None:
