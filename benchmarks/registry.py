@@ -32,6 +32,7 @@ SPEED = {
     "cls_only": Benchmark("veca embed without patches, beside the whole last block"),
     "export_matrix": Benchmark("how far exported files are from the model; hours"),
     "export_speed": Benchmark("exported files beside their model"),
+    "large": Benchmark("pictures of any size: exactness, speed, memory, contexts, kills"),
     "probe_sweep": Benchmark("how long the quick probes take, then again from the cache"),
 }
 SCORES = {
