@@ -5,10 +5,10 @@
     python -m benchmarks large ranks          two processes: equal, and the bytes they exchange
     python -m benchmarks large kills          `veca large` killed and resumed: the same bytes?
     python -m benchmarks large scaling        time and resident memory of `veca large` against size
-    python -m benchmarks large contexts --voc VOC2012    a head trained on photos, on mosaics of them
+    python -m benchmarks large contexts --voc VOC2012    a head of photos on mosaics of them
 
-With the shipped tiny weights on the CPU, float32 unless said. Pictures are mosaics of `--photos`, by
-default the bundled ones. Differences are the largest ones, in units of the features' mean
+With the shipped tiny weights on the CPU, float32 unless said. Pictures are mosaics of `--photos`,
+by default the bundled ones. Differences are the largest ones, in units of the features' mean
 magnitude. Each part writes results/large_PART.csv.
 
 `contexts` trains a linear classifier of VOC 2012's classes on the patches of single squares of 512
@@ -42,7 +42,7 @@ from benchmarks.common import print_table, write_csv
 from veca import rope
 from veca.bench import BenchPlan, take_turns
 from veca.images import find_images, normalize, read_image
-from veca.images.bundled import PHOTOS
+from veca.images.bundled import bundled_photos
 from veca.model import Veca
 
 Pixels = np.ndarray[Any, Any]
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> None:
 
 def mosaic(photos: Path | None, height: int, width: int, seed: int = 0) -> Pixels:
     """Squares of photos, each drawn at random, to fill a picture."""
-    files = find_images([photos]) if photos is not None else sorted(PHOTOS.glob("*.jpg"))
+    files = find_images([photos]) if photos is not None else bundled_photos()
     draw, out = random.Random(seed), np.empty((height, width, 3), np.uint8)
     squares = [np.asarray(square(read_image(path))) for path in files[:64]]
     for top in range(0, height, CELL):
@@ -86,14 +86,12 @@ def mosaic(photos: Path | None, height: int, width: int, seed: int = 0) -> Pixel
     return out
 
 
-def square(
-    image: Image.Image, how: int = Image.Resampling.BICUBIC, side: int = CELL
-) -> Image.Image:
+def square(image: Image.Image, how: int = Image.Resampling.BICUBIC) -> Image.Image:
     """The middle of an image, as a square."""
     short = min(image.size)
     left, top = (image.width - short) // 2, (image.height - short) // 2
     box = (left, top, left + short, top + short)
-    return image.resize((side, side), Image.Resampling(how), box=box)
+    return image.resize((CELL, CELL), Image.Resampling(how), box=box)
 
 
 def pixels_of(picture: Pixels) -> Tensor:
@@ -425,7 +423,7 @@ def _patches(model: Veca, pairs: Sequence[tuple[Pixels, Pixels]]) -> tuple[Tenso
 
 
 def _ridge(features: Tensor, labels: Tensor) -> Tensor:
-    """A linear classifier [D + 1, 21] by least squares; the background counts no more than others."""
+    """A linear classifier [D + 1, 21] by least squares; rare classes count for more."""
     x = _with_one(features.double())
     y = torch.nn.functional.one_hot(labels, 21).double()
     weight = (1 / y.sum(dim=0).clamp_min(1).sqrt())[labels][:, None]
@@ -468,7 +466,8 @@ def _enlarged(picture: Pixels, labels: Pixels) -> tuple[Pixels, Pixels]:
 def _seams(features: Pixels, cell: int) -> float:
     """Mean cosine distance of neighbours across tiles' edges, in units of that inside tiles."""
     x = features / np.linalg.norm(features, axis=2, keepdims=True)
-    across, inside = [], []
+    across: list[float] = []
+    inside: list[float] = []
     for axis in (0, 1):
         turned = np.moveaxis(x, axis, 0)
         distance = 1 - (turned[1:] * turned[:-1]).sum(axis=2)
