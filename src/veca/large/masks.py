@@ -93,7 +93,8 @@ def _from_file(picture: Picture, path: Path, patch_size: int) -> Mask:
         found = _part(found, picture)
     elif not _fits(found.shape, shape, patch_size):
         raise _another_size(path, found, picture)
-    return shares(found, patch_grid(picture, patch_size), shape, patch_size) > 0
+    grid = patch_grid(picture, patch_size)
+    return found if found.shape == grid else shares(found, grid, shape, patch_size) > 0
 
 
 def _fits(mask: tuple[int, ...], picture: tuple[int, int], patch_size: int) -> bool:

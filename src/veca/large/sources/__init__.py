@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from veca._util.extras import require
 from veca._util.files import check_regular
 from veca.errors import ImageError, LargeError, MissingExtraError
 from veca.images.formats import check_name
@@ -14,7 +13,7 @@ from veca.large.sources.folders import ZOOMIFY, DeepZoomSource, ZoomifySource
 from veca.large.sources.ome_zarr import ZarrSource, is_zarr
 from veca.large.sources.plain import NumpySource, PillowSource
 from veca.large.sources.source import Place, Source, damaged
-from veca.large.sources.tiff import TiffSource
+from veca.large.sources.tiff import TiffSource, tiff_library
 
 __all__ = ["Place", "Source", "open_source"]
 
@@ -70,7 +69,7 @@ def _of_folder(path: Path) -> Source:
 
 def _of_tiff(path: Path) -> Source:
     try:
-        tifffile = require("tifffile", "reading large TIFF files", "large")
+        tifffile = tiff_library()
     except MissingExtraError as missing:
         try:
             return _pillow(path)  # one that is small

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -24,17 +25,17 @@ class TiffSource(Source):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._tifffile = require("tifffile", "reading large TIFF files", "large")
+        self._tifffile = tiff_library()
         try:
             self._file = self._tifffile.TiffFile(path)
             series = self._file.series[0]
             self._pages = [_pages(path, level) for level in series.levels]
             self.levels = [(pages[0].imagelength, pages[0].imagewidth) for pages in self._pages]
+            self._check_whole()
         except LargeError:
             raise
         except Exception as error:  # tifffile raises almost any type on a damaged file
             raise damaged(path, error) from error
-        self._check_whole()
         self.microns = self._resolution()
         self._cache: OrderedDict[tuple[int, int, int], Pixels | None] = OrderedDict()
         self._cached = 0
@@ -139,6 +140,13 @@ class TiffSource(Source):
             return None
         found: Pixels = pixels[0, : shape[1], : shape[2]]
         return found
+
+
+def tiff_library() -> Any:
+    """tifffile, which logs what it then raises as well."""
+    found = require("tifffile", "reading large TIFF files", "large")
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)
+    return found
 
 
 def _pages(path: Path, level: Any) -> list[Any]:

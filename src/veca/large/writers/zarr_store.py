@@ -55,7 +55,7 @@ class ZarrWriter:
         self._done = self._is_done(facts, resumed)
         if self._done:
             return True
-        with files.output_errors(self.path):
+        with files.output_errors(self.part):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             there = resumed and self._is_ours(facts)
             if not there:
@@ -119,7 +119,7 @@ class ZarrWriter:
         if self._features is None:
             return
         height, width = features.shape[:2]
-        with files.output_errors(self.path):
+        with files.output_errors(self.part):
             self._features[row : row + height, column : column + width] = features.astype(
                 self.dtype
             )
@@ -129,7 +129,7 @@ class ZarrWriter:
             return
         if memory is not None:
             memory.save(self.part / MEMORY)
-        with files.output_errors(self.path):
+        with files.output_errors(self.part):
             for file in sorted(self.part.rglob("*")):
                 if file.is_file():
                     files.flush(file)
