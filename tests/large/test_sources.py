@@ -405,7 +405,7 @@ def test_masks_of_files(tmp_path):
     part = large.open_picture(tmp_path / "photo.png", region=(64, 32, 160, 160))
     assert np.array_equal(large.mask_of(part, tmp_path / "0.png", 16), wanted[2:12, 4:14])
     Image.fromarray(np.zeros((300, 200), np.uint8)).save(tmp_path / "other.png")
-    with pytest.raises(LargeError, match="mask.*size"):
+    with pytest.raises(LargeError, match="size"):
         large.mask_of(picture, tmp_path / "other.png", 16)
     with pytest.raises(LargeError, match="mask"):
         large.mask_of(picture, tmp_path / "not_there.png", 16)

@@ -262,7 +262,8 @@ def _facts(source: Picture, config: VecaConfig) -> dict[str, Any]:
     """What is known of a picture, as JSON."""
     found: dict[str, Any] = {"patch_size": config.patch_size, "shape": list(source.shape)}
     if isinstance(source, PictureView):
-        found["path"] = os.path.abspath(source.source.path)  # noqa: PTH100
+        path = getattr(source.source, "path", None)  # a picture in memory has none
+        found["path"] = None if path is None else os.path.abspath(path)  # noqa: PTH100
         found["look"] = source.look.to_dict()
         if source.microns is not None:
             found["microns_per_pixel"] = list(source.microns)

@@ -26,7 +26,7 @@ class GeoSource(Source):
         rasterio = require("rasterio", "reading GeoTIFF files", "geo")
         self._window = rasterio.windows.Window
         try:
-            with _quiet(rasterio):
+            with quiet(rasterio):
                 whole = rasterio.open(path)
                 count = len(whole.overviews(1))
                 self._levels: list[Any] = [
@@ -70,7 +70,7 @@ def _microns(raster: Any, crs: Any) -> tuple[float, float] | None:
 
 
 @contextlib.contextmanager
-def _quiet(rasterio: Any) -> Iterator[None]:
+def quiet(rasterio: Any) -> Iterator[None]:
     """A picture without a place on earth is no fault here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", rasterio.errors.NotGeoreferencedWarning)

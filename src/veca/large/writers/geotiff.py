@@ -14,6 +14,7 @@ from veca._util.extras import require
 from veca.core_memory import CoreMemory
 from veca.embed import pca
 from veca.errors import LargeError, OutputError, at_least
+from veca.large.sources import geo
 from veca.large.view import PictureView
 from veca.large.writers import Features, Layout
 from veca.large.writers.arrays import ConvertedWriter
@@ -74,7 +75,7 @@ class GeoTiffWriter(ConvertedWriter):
             "compress": "deflate", "tiled": True, "blockxsize": _BLOCK, "blockysize": _BLOCK,
             "bigtiff": "if_safer", **where,
         }  # fmt: skip
-        with self._rasterio.open(temporary, "w", **profile) as file:
+        with geo.quiet(self._rasterio), self._rasterio.open(temporary, "w", **profile) as file:
             for row in range(0, height, _BLOCK):
                 stop = min(row + _BLOCK, height)
                 band = self.rows(row, stop)
