@@ -28,6 +28,7 @@ SPEED = {
     "kernels": Benchmark("registers, spills and shared memory of every kernel, on any machine"),
     "cpu": Benchmark("time and memory against resolution, beside dense attention"),
     "elastic": Benchmark("merging patches beside fewer cores and smaller images"),
+    "auto": Benchmark("shares and budgets chosen by content, beside fixed ones and an oracle"),
     "embed": Benchmark("veca embed beside the bare model and the bare decoder"),
     "cls_only": Benchmark("veca embed without patches, beside the whole last block"),
     "export_matrix": Benchmark("how far exported files are from the model; hours"),

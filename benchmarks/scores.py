@@ -5,7 +5,8 @@ weights; `control` those of the controlled experiment, in which VECA and a dense
 same batches, by the run whose weights they are of (unless they are shipped); `seeds` those of the
 depth probe with other seeds; `intervals` the shipped weights and the teacher once more, on one
 machine, with intervals, and there alone depth in the rooms of NYUv2; `blind` what is scored without
-a look at images; `few` what is left with fewer cores than were trained, on a part of Pets.
+a look at images; `few` what is left with fewer cores than were trained, on a part of Pets; `keep`
+what is left with merged patches and with fewer cores, at sizes where merging pays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.rows import Rows, read, table
+from benchmarks.rows import RESULTS, Rows, read, table
 from veca.cost import cost
 from veca.weights import read_config, read_provenance
 from veca.weights.names import locate
@@ -198,8 +199,9 @@ def keep_dial(keep: str) -> list[str]:
     """What fewer patch tokens take of the time at 1024 px, and how alike features stay at 512."""
     at = {r["size"]: r for r in read("elastic") if (r["weights"], r["keep"]) == ("small", keep)}
     cpu = f"{float(at['1024']['time']):.2f}x"
-    graphs = next(r for r in read("elastic_gpu") if (r["batch"], r["pixels"]) == ("8", "1024"))
-    gpu = f"{float(graphs[f'time at {keep}']):.2f}x"
+    measured = read("elastic_gpu") if (RESULTS / "elastic_gpu.csv").is_file() else []
+    graphs = (r for r in measured if (r["batch"], r["pixels"]) == ("8", "1024"))
+    gpu = "".join(f"{float(r[f'time at {keep}']):.2f}x" for r in graphs)
     same = f"cosine {float(at['512']['cls']):.3f} CLS, {float(at['512']['patches']):.3f} patches"
     return ["`keep` at 1024 px", f"1 to {keep}", cpu, gpu, same]
 
@@ -245,6 +247,30 @@ def few(rows: Rows) -> str:
     return table(
         ["cores", *budgets],
         [[NAMES[name], *(found[name, cores] for cores in budgets)] for name in (SMALL, TINY)],
+    )
+
+
+def keep(rows: Rows) -> str:
+    """What merging keeps of the scores with all patches, beside fewer cores: one row a probe."""
+    lines: dict[tuple[str, str, str], dict[str, str]] = {}
+    for r in rows:
+        kept = f"{100 * float(r['retention_full']):.1f} %" if r["retention_full"] else ""
+        if r["full_low"]:
+            low, high = (100 * float(r[f"full_{end}"]) for end in ("low", "high"))
+            kept += f" ({low:.1f}–{high:.1f})"
+        score = shown(r["probe"], float(r[DRAWN[r["probe"]][1]]))
+        full = (r["cores"], r["keep"]) == ("64", "1")
+        name = f"{r['cores']} cores" + ("" if r["keep"] == "1" else f", `keep={r['keep']}`")
+        at = lines.setdefault((r["backbone"], r["probe"], r["size"]), {})
+        at[name] = score if full else kept
+    columns = list(dict.fromkeys(name for at in lines.values() for name in at))
+    columns.sort(key=lambda name: (-int(name.split()[0]), "keep" in name))
+    return table(
+        ["", "probe", "short side, px", *columns],
+        [
+            [NAMES[name], DRAWN[probe][0], size, *(at.get(column, "") for column in columns)]
+            for (name, probe, size), at in lines.items()
+        ],
     )
 
 

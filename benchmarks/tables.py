@@ -23,6 +23,7 @@ DOCUMENTS = (
         f"docs/{name}.md"
         for name in (
             "choosing-a-budget",
+            "chosen-by-content",
             "embedding",
             "export",
             "fine-tuning",
@@ -193,6 +194,53 @@ def elastic(rows: Rows) -> str:
     return table(header, [[name, *map(at.__getitem__, sets)] for name, at in cells.items()])
 
 
+def auto(rows: Rows) -> str:
+    """A line a promise: how it is kept, and what that takes beside a fixed share and an oracle."""
+    header = ["", "promise", "photos", "keep it", "`keep`, mean (fixed)", "work: fixed", "auto",
+              "oracle", "time alone: fixed", "auto", "oracle", "in batches: fixed", "auto",
+              "oracle"]  # fmt: skip
+    ways = ("fixed", "auto", "oracle")
+    lines = []
+    for r in rows:
+        if r["dial"] != "keep":
+            continue
+        work = {"auto": r["work"], "fixed": r["fixed work"], "oracle": r["oracle work"]}
+        times = [r[f"{way} time {where}"] for where in ("alone", "in batches") for way in ways]
+        lines.append(
+            [
+                f"{r['weights']}, {r['size']} px",
+                f"{float(r['promise']):g}",
+                r["photos"],
+                f"{float(r['kept']):.1%}",
+                f"{float(r['mean']):.2f} ({float(r['fixed']):g})",
+                *(f"{float(work[way]):.3f}" for way in ways),
+                *(f"{float(ratio):.3f}" for ratio in times),
+            ]
+        )
+    return table(header, lines)
+
+
+def auto_cores(rows: Rows) -> str:
+    header = ["", "promise", "photos", "keep it", "`cores=\"auto\"` (best fixed)", "work: auto",
+              "fixed", "oracle", "an oracle would save"]  # fmt: skip
+    return table(
+        header,
+        [
+            [
+                f"{r['weights']}, {r['size']} px",
+                f"{float(r['promise']):g}",
+                r["photos"],
+                f"{float(r['kept']):.1%}",
+                f"{r['mean']} ({r['fixed']})",
+                *(f"{float(r[name]):.3f}" for name in ("work", "fixed work", "oracle work")),
+                f"{1 - float(r['oracle work']) / float(r['fixed work']):.1%}",
+            ]
+            for r in rows
+            if r["dial"] == "cores"
+        ],
+    )
+
+
 def elastic_gpu(rows: Rows) -> str:
     keeps = [name.removeprefix("speed-up ") for name in rows[0] if name.startswith("speed-up ")]
     header = ["batch x pixels", "dense flash, ms", *(f"`keep={k}`, ms" for k in keeps)]
@@ -266,6 +314,8 @@ TABLES: dict[str, Table] = {
     "cpu": ("cpu", cpu),
     "elastic": ("elastic", elastic),
     "elastic-gpu": ("elastic_gpu", elastic_gpu),
+    "auto": ("auto", auto),
+    "auto-cores": ("auto", auto_cores),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
     "finetune": ("finetune", finetune),
@@ -276,6 +326,7 @@ TABLES: dict[str, Table] = {
     "control": ("probes/control", scores.control),
     "budgets": ("probes/shipped", scores.budgets),
     "few": ("probes/few", scores.few),
+    "keep": ("probes/keep", scores.keep),
 }
 
 

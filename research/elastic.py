@@ -7,7 +7,8 @@
 `photos` cuts the largest square out of VOC photos that are no part of the segmentation's validation
 split, and of DAVIS frames, and divides them into those that choose ("choose"), those on which
 nothing is chosen ("benchmark") and the rest ("more"). With `--pictures` it cuts pictures of many
-megapixels into squares of 1024 pixels instead.
+megapixels into squares of 1024 pixels instead, with `--whole` a folder of large photos: the largest
+square of each, reduced to 1024 pixels.
 
 `rules` writes research/results/elastic_rules.csv: mean cosines with the full pass and the share of
 its work, for each rule, share kept, size and weights. `calibration` writes them photo by photo, for
@@ -19,7 +20,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +39,7 @@ from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
 from veca.config import VecaConfig
+from veca.images import EXTENSIONS
 from veca.merging import Periphery
 from veca.model import Block, Veca
 
@@ -586,8 +589,8 @@ def split_of(file: Path) -> str:
 
 def photos(options: argparse.Namespace) -> None:
     """Squares of full detail, by lot."""
-    if options.pictures:
-        crops(options)
+    if options.pictures or options.whole:
+        large(options)
         return
     val = set((options.voc / "ImageSets/Segmentation/val.txt").read_text().split())
     voc = [f for f in (options.voc / "JPEGImages").iterdir() if f.stem not in val]
@@ -620,10 +623,22 @@ def photos(options: argparse.Namespace) -> None:
         print(name, len(members))
 
 
-def crops(options: argparse.Namespace) -> None:
-    """Squares of 1024 pixels that touch nowhere, less those with nearly nothing in them."""
+def large(options: argparse.Namespace) -> None:
+    """Squares of 1024 pixels, less those with nearly nothing in them."""
     Image.MAX_IMAGE_PIXELS = None
-    found = []
+    found = list(squares(options) if options.whole else crops(options))
+    found.sort(key=lambda one: _rank(one[0]))
+    choose = min(40, max(len(found) - 150, len(found) // 8))
+    for name, members in (("choose", found[:choose]), ("benchmark", found[choose:])):
+        folder = options.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, crop in members:
+            crop.save(folder / f"{path}.webp", quality=options.quality)
+        print(name, len(members))
+
+
+def crops(options: argparse.Namespace) -> Iterator[tuple[Path, Image.Image]]:
+    """Squares that touch nowhere."""
     for file in options.pictures:
         picture = Image.open(file).convert("RGB")
         across, down = (n // 1024 for n in picture.size)
@@ -631,16 +646,32 @@ def crops(options: argparse.Namespace) -> None:
         for j, i in itertools.product(range(down), range(across)):
             x, y = left + 1024 * i, top + 1024 * j
             crop = picture.crop((x, y, x + 1024, y + 1024))
-            grey = np.asarray(crop.convert("L"), dtype=float).reshape(64, 16, 64, 16)
-            if np.median(grey.std(axis=(1, 3))) >= 6:
-                found.append((Path(f"{file.stem}-{j:02d}-{i:02d}"), crop))
-    found.sort(key=lambda one: _rank(one[0]))
-    for name, members in (("choose", found[:40]), ("benchmark", found[40:])):
-        folder = options.out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, crop in members:
-            crop.save(folder / f"{path}.webp", quality=options.quality)
-        print(name, len(members))
+            if _has_detail(crop):
+                yield Path(f"{file.stem}-{j:02d}-{i:02d}"), crop
+
+
+def squares(options: argparse.Namespace) -> Iterator[tuple[Path, Image.Image]]:
+    """The largest of each photo that is large enough, at 1024 pixels; of equal ones, the first."""
+    seen: set[bytes | str] = set()
+    files = sorted((f for f in options.whole.rglob("*") if f.suffix in EXTENSIONS), key=_rank)
+    for file in files:
+        with Image.open(file) as image:
+            if min(image.size) < 1024:
+                continue
+            image.draft("RGB", (2048, 2048))
+            side, (w, h) = min(image.size), image.size
+            box = ((w - side) // 2, (h - side) // 2, (w + side) // 2, (h + side) // 2)
+            crop = image.convert("RGB").crop(box).resize((1024, 1024), Image.Resampling.LANCZOS)
+        name = re.sub(r"[^A-Za-z0-9-]+", "-", file.stem)
+        look = crop.resize((8, 8)).convert("L").point(lambda v: v // 32).tobytes()
+        if not {look, name} & seen and _has_detail(crop):
+            seen |= {look, name}
+            yield Path(name), crop
+
+
+def _has_detail(crop: Image.Image) -> bool:
+    grey = np.asarray(crop.convert("L"), dtype=float).reshape(64, 16, 64, 16)
+    return bool(np.median(grey.std(axis=(1, 3))) >= 6)
 
 
 def main() -> None:
@@ -656,6 +687,7 @@ def main() -> None:
             command.add_argument("--voc", type=Path)
             command.add_argument("--davis", type=Path)
             command.add_argument("--pictures", type=Path, nargs="+")
+            command.add_argument("--whole", type=Path, help="folder of photos of 1024 px and more")
             command.add_argument("--least", type=int, default=440, help="short side of VOC photos")
             command.add_argument("--more", type=int, default=270, help="with a smaller one")
             command.add_argument("--quality", type=int, default=88)

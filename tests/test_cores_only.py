@@ -11,7 +11,8 @@ from veca.attention import core_attention
 from veca.embed.pipeline import ModelRunner
 from veca.engine import compile_for_inference
 from veca.errors import InputError, OutputKeyError
-from veca.model import CoresOutput, Veca
+from veca.model import Veca
+from veca.outputs import CoresOutput
 from veca.probe.backbone import ElasticBackbone
 from veca.rope import Rotation
 

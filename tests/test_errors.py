@@ -87,3 +87,12 @@ def test_the_places_of_0_1_still_work(module: str, names: str) -> None:
 def test_a_bad_image_survives_the_way_between_processes() -> None:
     again = pickle.loads(pickle.dumps(errors.BadImageError("a.jpg", "cut short")))
     assert (again.name, again.reason, str(again)) == ("a.jpg", "cut short", "a.jpg: cut short")
+
+
+def test_of_very_many_known_names_the_section_is_listed() -> None:
+    known = [f"{part}.{i}" for part in ("knn", "linear") for i in range(50)]
+    assert "knn.49" in errors.suggest("knn.x", known) and "linear" not in errors.suggest(
+        "knn.x", known
+    )
+    assert errors.suggest("data.x", known).endswith("Known: knn.*, linear.*.")
+    assert errors.suggest("knn.x", known[:2]).endswith("Known: knn.0, knn.1.")

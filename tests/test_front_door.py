@@ -59,3 +59,7 @@ def test_a_function_and_its_module_share_a_name() -> None:
     code = "import veca.cost, veca; print(veca.cost('tiny', size=64).grid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "(4, 4)\n"
+
+
+def test_modules_that_pages_name_are_offered_by_completion() -> None:
+    assert {"large", "weights", "embed", "probe", "load"} <= set(dir(veca))

@@ -148,3 +148,8 @@ def test_a_rounding_error_is_no_range_error() -> None:
     values = np.full((2, 2, 3), 1 + 1e-6)
     values[0] = -1e-6
     assert read_image(values).getextrema() == ((0, 255),) * 3
+
+
+def test_a_batch_prints_as_one_line() -> None:
+    batch = preprocess(np.zeros((40, 60, 3), np.uint8), size=32)
+    assert repr(batch) == "Preprocessed(pixels [1, 3, 32, 48], grid 2 x 3, float32, cpu)"

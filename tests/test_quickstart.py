@@ -24,7 +24,7 @@ def weights(tmp_path):
 def test_bundled_photos_have_credits():
     photos = bundled_photos()
     assert 1 <= len(photos) <= 5
-    credits = (photos[0].parent / "CREDITS.md").read_text()
+    credits = (photos[0].parent.parent / "PHOTO-CREDITS.md").read_text()
     for photo in photos:
         assert f"`{photo.name}`" in credits
         with Image.open(photo) as image:

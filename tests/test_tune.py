@@ -123,6 +123,29 @@ def test_measurements_of_something_else_are_refused(weights, photos, tmp_path) -
         tune(other, photos, tmp_path, **QUICK, count=1)
 
 
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        {"photo": 3},
+        {"photo": {"32/4/1": {"ms": 1, "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/float32": 3}},
+        {"photo": {"32/4/1.0/float32": {"ms": "x", "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/float32": {"ms": 0, "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/float32": {"ms": 10**400, "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/float32": {"ms": 1, "patches": 1}}},
+        {"photo": {"a/b/c/d": {"ms": 1, "cls": 1, "patches": None}}},
+    ],
+)
+def test_odd_measurements_are_refused(weights, photos, tmp_path, rounds) -> None:
+    tune(veca.load(weights), photos, tmp_path, **QUICK, count=1)
+    path = tmp_path / library.MEASUREMENTS
+    table = json.loads(path.read_text())
+    key = next(iter(table["rounds"]))
+    path.write_text(json.dumps({**table, "rounds": {key: rounds["photo"]}}))
+    with pytest.raises(InputError, match=rf"measurements.json: rounds\.{key[:12]}"):
+        tune(veca.load(weights), photos, tmp_path, **QUICK, count=1)
+
+
 def test_time_ends_between_two_photos(weights, photos, tmp_path) -> None:
     found = tune(veca.load(weights), photos, tmp_path, **QUICK, count=3, limit=0)
     assert found.conditions["photos"] == 1

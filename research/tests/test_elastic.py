@@ -68,3 +68,22 @@ def test_photos_are_dealt_out_and_asked(tmp_path, monkeypatch):
     elastic.main()
     (row,) = read_csv(tmp_path / "elastic_rules.csv")
     assert row["rule"] == "5" and 0.5 < float(row["work"]) < 1 > float(row["cls"])
+
+
+def test_large_photos_are_cut_to_squares(tmp_path, monkeypatch):
+    random = np.random.default_rng(0)
+    photos = tmp_path / "photos/of all sorts"
+    photos.mkdir(parents=True)
+    detail = random.integers(0, 256, (9, 64, 64, 3), dtype=np.uint8)
+    for i, pixels in enumerate(detail):
+        large = Image.fromarray(pixels).resize((1100, 1030), Image.Resampling.NEAREST)
+        large.save(photos / f"a {i}.png")
+    large.save(photos / "again.png")
+    Image.fromarray(detail[0]).save(photos / "small.png")
+    Image.new("RGB", (1100, 1100)).save(photos / "nothing in it.png")
+    words = ["elastic", "photos", "--whole", tmp_path / "photos", "--out", tmp_path]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    elastic.main()
+    found = {name: list((tmp_path / name).iterdir()) for name in ("choose", "benchmark")}
+    assert [len(files) for files in found.values()] == [1, 8]
+    assert {Image.open(file).size for files in found.values() for file in files} == {(1024, 1024)}

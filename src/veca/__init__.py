@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from veca.dense import DenseVit
     from veca.engine import InferenceEngine, compile_for_inference
     from veca.images import preprocess
-    from veca.model import Veca, VecaOutput
+    from veca.model import Veca
+    from veca.outputs import VecaOutput
     from veca.weights import (
         create_model,
         export_official,
@@ -66,9 +67,9 @@ _PLACES = {
     "save": "weights",
 }
 _MODULES = {
-    *("attention", "bench", "collections", "data", "dense", "distill", "embed", "engine"),
-    *("export", "features", "images", "integrations", "large", "model", "points", "probe"),
-    *("quickstart", "rope", "teachers", "tune", "viz", "weights"),
+    *("attention", "bench", "calibrate", "collections", "content", "data", "dense", "distill"),
+    *("embed", "engine", "export", "features", "images", "integrations", "large", "model"),
+    *("points", "probe", "quickstart", "rope", "teachers", "tune", "viz", "weights"),
 }
 
 
@@ -81,4 +82,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted({*__all__, *_MODULES})

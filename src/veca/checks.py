@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from veca._util.tracing import has_values
-from veca.config import AUTO
+from veca.config import AUTO, DEFAULT_AGREEMENT
 from veca.errors import InputError, whole
 from veca.merging import LEAST_KEEP
 
@@ -29,12 +29,17 @@ def check_model(model: object, caller: str) -> None:
         raise InputError(f"{caller} takes a Veca model, got {type(model).__name__}{hint}.")
 
 
-def check_budget(cores: int | None, num_cores: int) -> int:
+def check_budget(cores: int | str | None, num_cores: int) -> int:
     """The budget to use: `cores`, or the whole bank when it is None."""
     if cores is None:
         return num_cores
+    if isinstance(cores, str) and cores == AUTO:
+        raise InputError(
+            f"cores={AUTO!r} takes the budget that a calibration says, which cannot be had here; "
+            f"give a number from 1 to {num_cores}."
+        )
     # A symbol stands for a budget that is left open while a graph is traced.
-    budget = cores if type(cores) in (int, torch.SymInt) else whole(cores)
+    budget = cast(int, cores) if type(cores) in (int, torch.SymInt) else whole(cores)
     if budget is None or not 1 <= budget <= num_cores:
         raise InputError(
             f"cores must be a whole number from 1 to {num_cores} (the size of this model's bank), "
@@ -59,23 +64,74 @@ def check_keep(keep: float | str | None) -> float:
     """The share of patch tokens that go on: `keep`, or all of them when it is None."""
     if keep is None:
         return 1.0
-    number = keep if isinstance(keep, (int, float, np.floating, np.integer)) else math.nan
-    if isinstance(keep, bool) or not LEAST_KEEP <= number <= 1:  # NaN is neither
-        raise InputError(
-            f"keep must be a number from {LEAST_KEEP} to 1, the share of patch tokens that go on, "
-            f"got {keep!r}."
-        )
-    return float(number)
-
-
-def check_share(keep: float | str | None) -> float:
-    """The same where nothing can be chosen by content."""
-    if keep == AUTO:
+    if isinstance(keep, torch.SymInt):  # a graph is traced for any; see `merging.merge_plan`
+        return keep  # type: ignore[return-value]
+    if isinstance(keep, str) and keep == AUTO:
         raise InputError(
             f"keep={AUTO!r} chooses for each image while the model runs, which cannot be had here; "
             f"give a number from {LEAST_KEEP} to 1."
         )
-    return float(check_keep(keep))
+    number = keep if isinstance(keep, (int, float, np.floating, np.integer)) else math.nan
+    if isinstance(keep, bool) or not LEAST_KEEP <= number <= 1:  # NaN is neither
+        raise InputError(
+            f"keep must be a number from {LEAST_KEEP} to 1, the share of patch tokens that go on, "
+            f"or {AUTO!r}, got {keep!r}."
+        )
+    return float(number)
+
+
+def is_auto(*dials: object) -> bool:
+    """Whether any of a call's `cores` and `keep` is to be chosen by content."""
+    return any(isinstance(dial, str) and dial == AUTO for dial in dials)
+
+
+class Dials(NamedTuple):
+    """What is asked of every call in a run, checked; written down with what comes out."""
+
+    cores: int
+    keep: float | str
+    """The share of patch tokens, or "auto"."""
+    agreement: float | None
+    """What keep="auto" promises."""
+
+
+def check_dials(
+    model: Any,
+    cores: int | str | None = None,
+    keep: float | str | None = None,
+    agreement: float | None = None,
+    size: int | Sequence[int] | None = None,
+) -> Dials:
+    """What a run asks of a model. keep="auto" goes on as it is, if the weights can give it.
+
+    Args:
+        cores: "auto" becomes the budget for images of `size`.
+        agreement: of both, if both are "auto".
+        size: of the run's images, in pixels; None where they differ.
+    """
+    c = model.config
+    promise = check_agreement(agreement, cores, keep)
+    share = asked_keep(keep)
+    if promise is None:
+        return Dials(check_budget(cores, c.num_cores), share, None)
+    each = model.calibration.of_each(promise, is_auto(cores) + is_auto(keep))
+    if not is_auto(cores):
+        budget = check_budget(cores, c.num_cores)
+    elif size is None:
+        raise InputError(
+            f"cores={AUTO!r} takes the budget for one size of images; give a size, or a number "
+            f"from 1 to {c.num_cores}."
+        )
+    else:
+        height, width = (size, size) if isinstance(size, int) else size
+        grid = (height // c.patch_size, width // c.patch_size)
+        budget = model.calibration.budget(grid, each, c.num_cores)
+    return Dials(budget, share, each if is_auto(keep) else None)
+
+
+def asked_keep(keep: float | str | None) -> float | str:
+    """As `check_keep`, where "auto" may be asked for, too; it goes on as it is."""
+    return AUTO if is_auto(keep) else check_keep(keep)
 
 
 def read_keep(text: str) -> float | str:
@@ -90,17 +146,22 @@ def read_keep(text: str) -> float | str:
 
 
 def check_agreement(agreement: float | None, cores: object, keep: object) -> float | None:
-    """The promise of what is chosen by content; None where nothing is, or the model's own."""
-    if agreement is None:
+    """The promise of what is chosen by content; None where nothing is."""
+    if not is_auto(cores, keep):
+        if agreement is not None:
+            raise InputError(
+                f"agreement {agreement!r} is what keep='auto' promises; say keep='auto', or leave "
+                "agreement out."
+            )
         return None
-    if AUTO not in (cores, keep):
-        raise InputError(
-            f"agreement {agreement!r} is what keep='auto' promises; say keep='auto', or leave "
-            "agreement out."
-        )
+    if agreement is None:
+        return DEFAULT_AGREEMENT
     number = agreement if isinstance(agreement, (int, float)) else math.nan
     if not 0 < number < 1:
-        raise InputError(f"agreement must be a cosine between 0 and 1, got {agreement!r}.")
+        raise InputError(
+            f"agreement must be a cosine between 0 and 1, such as {DEFAULT_AGREEMENT}, got "
+            f"{agreement!r}."
+        )
     return float(number)
 
 
@@ -110,7 +171,22 @@ def dial(keep: float | str | None, agreement: float | None = None) -> dict[str, 
     return {name: value for name, value in given.items() if value is not None}
 
 
-def check_memorable(training: bool, keep: float | None) -> None:
+def check_readable(images: Tensor, training: bool) -> None:
+    """Refuse what cannot choose by content."""
+    if training:
+        raise InputError(
+            f"keep={AUTO!r} chooses in eval mode; in training shares are numbers (distill and "
+            "fine-tuning draw them by nested.keep). Call model.eval() first."
+        )
+    if not has_values(images):
+        raise InputError(
+            f"keep={AUTO!r} looks at the images, which torch.compile, torch.export and CUDA graphs "
+            f"have no values of; give keep a number from {LEAST_KEEP} to 1, or use "
+            "veca.compile_for_inference."
+        )
+
+
+def check_memorable(training: bool, keep: float | str | None) -> None:
     """Refuse a pass whose patches cannot be had again one by one."""
     if training:
         raise InputError(

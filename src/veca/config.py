@@ -17,6 +17,9 @@ _MOST_BLOCKS = 10_000
 
 AUTO: Literal["auto"] = "auto"
 """In place of a budget or a share of tokens: as the content of the images asks for."""
+DEFAULT_AGREEMENT = 0.98
+"""What "auto" promises where no agreement is asked for: the cosine with the pass that saves nothing
+which an image's CLS and, on average, its patches keep."""
 DEFAULT_SIZE = 512
 """Pixels: the short side that images are scaled to wherever no size is asked for, and both sides
 where one shape must make a batch. What needs another (probe protocols, training) says so."""

@@ -88,7 +88,7 @@ def cost(
     0.299...
     """
     # These need torch, which counting does not.
-    from veca.checks import check_budget, check_share
+    from veca.checks import check_budget, check_keep
     from veca.merging import compared_patches, tokens_by_block
 
     config = model if isinstance(model, VecaConfig) else preset(model)
@@ -96,7 +96,7 @@ def cost(
     height, width = _check_size(size, config.patch_size)
     grid = (height // config.patch_size, width // config.patch_size)
     patches = grid[0] * grid[1]
-    share = check_share(keep)
+    share = check_keep(keep)
     layers = tokens_by_block(config.depth, config.merge_blocks, share, grid)
     compared = compared_patches(config.merge_blocks, share, grid)
     return Cost(
@@ -163,10 +163,10 @@ def _attention_flops(c: VecaConfig, tokens: int, pairs: int) -> int:
 def _network_flops(
     c: VecaConfig, patches: int, tokens: Sequence[int], attention: Sequence[int]
 ) -> int:
-    """`tokens` and `attention` layer by layer; what goes on to the end is projected."""
+    """`tokens` and `attention` layer by layer; the projection sees every patch, merged or not."""
     embed = 2 * patches * c.in_channels * c.patch_size**2 * c.width
     ffn = 2 * sum(tokens) * c.width * 3 * c.hidden_width
-    project = 0 if c.feature_width == c.width else 2 * tokens[-1] * c.width * c.feature_width
+    project = 0 if c.feature_width == c.width else 2 * tokens[0] * c.width * c.feature_width
     return embed + sum(attention) + ffn + project
 
 

@@ -20,21 +20,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from veca import rope
+from veca import content, rope
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
 from veca.checks import (
+    check_agreement,
     check_budget,
     check_finite,
     check_first,
     check_images,
     check_keep,
     check_model,
+    is_auto,
 )
 from veca.errors import InputError, at_least
 from veca.feature_model import FeatureModel
-from veca.merging import Periphery, merge, merge_plan
-from veca.model import Block, CoreMove, CoresOutput, Veca, VecaOutput
+from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
+from veca.model import Block, CoreMove, Veca
+from veca.outputs import CoresOutput, VecaOutput
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
@@ -42,7 +45,10 @@ MANY_SHAPES: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_
 """For torch.compile, which else gives up after 8 shapes: merging alone makes four of one."""
 
 _Key = tuple[int, tuple[int, int], int, float, "int | None"]
-"""Of a prepared shape: batch, grid, budget, keep, and how many cores come out alone."""
+"""Of a prepared shape: batch, grid, budget, keep (-1: by content), and how many cores come out
+alone."""
+_Merges = dict[int, tuple[int, int, "Tensor | None"]]
+"""As `veca.merging.batch_plan` has it."""
 
 
 class BlockWeights(NamedTuple):
@@ -79,6 +85,7 @@ class InferenceEngine(FeatureModel):
         check_pixels: bool,
     ) -> None:
         self.config, self.name = model.config, model.name
+        self.take_origin(model)
         self.dtype, self.device = dtype, model.device
         self.check_pixels = check_pixels
         self._compile, self._graphs = compile, graphs
@@ -98,37 +105,95 @@ class InferenceEngine(FeatureModel):
 
     @torch.inference_mode()
     def __call__(
-        self, images: Tensor, cores: int | None = None, keep: float | None = None
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> VecaOutput:
-        """Features of `images` [B, 3, H, W] (float, normalised), as `Veca.forward`."""
-        budget = check_budget(cores, self.config.num_cores)
-        tokens, raw, grid = self._run(images, budget, keep)
-        return VecaOutput(tokens[:, :budget], tokens[:, budget:], raw.tanh(), grid)
+        """Features of `images` [B, 3, H, W] (float, normalised), as `Veca.forward`.
+
+        With keep="auto" nothing is replayed from a CUDA graph: what runs depends on the images.
+        """
+        found, budget, grid = self._run(images, cores, keep, agreement)
+        return VecaOutput(found[0][:, :budget], found[0][:, budget:], found[1].tanh(), grid)
 
     @torch.inference_mode()
     def cores_only(
         self,
         images: Tensor,
-        cores: int | None = None,
-        keep: float | None = None,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
         *,
         first: int | None = None,
+        agreement: float | None = None,
     ) -> CoresOutput:
         """The cores without the patches, for less, as `Veca.cores_only`."""
-        budget = check_budget(cores, self.config.num_cores)
+        found, budget, grid = self._run(images, cores, keep, agreement, first=first, alone=True)
         rows = check_first(first, budget)
-        tokens, raw, grid = self._run(images, budget, keep, rows)
-        return CoresOutput(tokens, raw[:, :rows].tanh(), grid)
+        return CoresOutput(found[0], found[1][:, :rows].tanh(), grid)
 
     def _run(
-        self, images: Tensor, budget: int, keep: float | None, rows: int | None = None
-    ) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        self,
+        images: Tensor,
+        cores: int | str | None,
+        keep: float | str | None,
+        agreement: float | None,
+        first: int | None = None,
+        alone: bool = False,
+    ) -> tuple[tuple[Tensor, Tensor], int, tuple[int, int]]:
+        """Tokens and raw coordinates, the budget, and the grid."""
         c = self.config
         grid = check_images(images, c.in_channels, c.patch_size)
         if self.check_pixels:
             check_finite(images)
-        prepared = self._shape(images.shape[0], grid, budget, check_keep(keep), rows)
-        return *prepared.run(images), grid
+        promise = check_agreement(agreement, cores, keep)
+        each = promise
+        if promise is not None:
+            each = self.calibration.of_each(promise, is_auto(cores) + is_auto(keep))
+        if each is not None and is_auto(cores):
+            budget = self.calibration.budget(grid, each, c.num_cores)
+        else:
+            budget = check_budget(cores, c.num_cores)
+        rows = check_first(first, budget) if alone else None
+        if each is not None and is_auto(keep):
+            prepared = self._shape(len(images), grid, budget, 1.0, rows, graph=False)
+            return self._by_content(prepared, images, each), budget, grid
+        share = check_keep(keep)
+        return self._shape(len(images), grid, budget, share, rows).run(images), budget, grid
+
+    @property
+    def calibration(self) -> content.Calibration:
+        """As `Veca.calibration`."""
+        return content.calibration_of(self.beside, self.name, self.config.merge_blocks)
+
+    def _by_content(
+        self, prepared: PreparedShape, images: Tensor, promise: float
+    ) -> tuple[Tensor, Tensor]:
+        """The pass in which each image chooses its share where windows merge first."""
+        c, grid = self.config, prepared.grid
+        begin = c.merge_blocks[0] - 1
+        with self.many_shapes():
+            state = self._begin(images.to(self.device, self.dtype), prepared)
+            state = self._on(state, 0, begin, {}, prepared.rows)
+            patches = (state.x + state.delta)[:, prepared.budget :]
+            shares = self.calibration.shares(unlikeness(patches, grid), grid, promise)
+            if self._compile:
+                # All images with as many tokens as the one with the most: else there would be
+                # something to compile for every number of images that happen to agree.
+                order = [torch.arange(len(images))]
+            else:
+                chosen = torch.tensor(shares)
+                order = [(chosen == share).nonzero().flatten() for share in chosen.unique()]
+            parts = []
+            for some in order:
+                few = [shares[i] for i in some.tolist()]
+                plan = batch_plan(c.merge_blocks, few, grid, self.device)
+                part = state if len(order) == 1 else state.of(some.to(self.device))
+                part = self._on(part, begin, c.depth, plan, prepared.rows)
+                parts.append(self._end(part, bool(plan), prepared.rows))
+        tokens, raw = zip(*parts, strict=True)
+        return content.joined(tokens, order), content.joined(raw, order)
 
     @torch.inference_mode()
     def prepare(
@@ -153,13 +218,14 @@ class InferenceEngine(FeatureModel):
         budget: int,
         keep: float,
         rows: int | None = None,
+        graph: bool = True,
     ) -> PreparedShape:
-        key = (batch, grid, budget, keep, rows)
+        key = (batch, grid, budget, keep if graph else -1.0, rows)
         prepared = self._prepared.pop(key, None)
         if prepared is None:
             while len(self._prepared) >= self._cache:
                 self._prepared.popitem(last=False)
-            prepared = PreparedShape(self, batch, grid, budget, keep, rows)
+            prepared = PreparedShape(self, batch, grid, budget, keep, rows, graph)
         self._prepared[key] = prepared
         return prepared
 
@@ -190,28 +256,32 @@ class InferenceEngine(FeatureModel):
             for block, move in zip(model.blocks, moves, strict=True)
         ]
 
-    def forward(
-        self,
-        images: Tensor,
-        budget: int,
-        grid: tuple[int, int],
-        periphery: Periphery,
-        patch_rotation: Rotation,
-        merges: dict[int, tuple[int, int]],
-        rows: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, images: Tensor, prepared: PreparedShape) -> tuple[Tensor, Tensor]:
         """The whole pass, eagerly: cores and patches [B, C + N, D'], raw coordinates [B, C, 2].
 
-        With `rows`, so many of the cores alone, [B, rows, D'].
+        With `prepared.rows`, so many of the cores alone, [B, rows, D'].
         """
-        c = self.config
-        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, self.device)
+        state = self._begin(images, prepared)
+        state = self._on(state, 0, len(self.blocks), prepared.merges, prepared.rows)
+        return self._end(state, bool(prepared.merges), prepared.rows)
+
+    def _begin(self, images: Tensor, prepared: PreparedShape) -> _State:
+        budget = prepared.budget
         x = self._embed(
-            images, self.embed_weight, self.embed_bias, self.tokens[:budget], c.patch_size
+            images, self.embed_weight, self.embed_bias, self.tokens[:budget], self.patch_size
         )
         raw = self.coordinates[:budget].expand(x.shape[0], -1, -1).contiguous()
-        delta = torch.zeros_like(x)
-        for number, weights in enumerate(self.blocks, start=1):
+        return _State(
+            x, torch.zeros_like(x), raw, prepared.periphery, prepared.rotation, prepared.grid
+        )
+
+    def _on(self, state: _State, done: int, end: int, merges: _Merges, rows: int | None) -> _State:
+        """Through the blocks from `done` to `end`."""
+        c = self.config
+        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, self.device)
+        x, delta, raw, periphery, patch_rotation, grid = state
+        budget = raw.shape[1]
+        for number, weights in enumerate(self.blocks[done:end], start=done + 1):
             if number in merges:
                 x, periphery = self._merge(x, delta, budget, periphery, grid, *merges[number])
                 patch_rotation = _tables(periphery.xy, periods, self.dtype)
@@ -229,11 +299,33 @@ class InferenceEngine(FeatureModel):
                 periphery.multiplicity,
                 rows if number == len(self.blocks) else None,
             )
-        if not merges or rows is not None:
-            return self._finish(x, delta, self.norm, self.project, c.norm_eps), raw
-        x = self._finish(x, delta, self.norm, None, c.norm_eps)
+        return _State(x, delta, raw, periphery, patch_rotation, grid)
+
+    def _end(self, state: _State, merged: bool, rows: int | None) -> tuple[Tensor, Tensor]:
+        x, delta, raw, periphery, _, grid = state
+        budget, eps = raw.shape[1], self.config.norm_eps
+        if not merged or rows is not None:
+            return self._finish(x, delta, self.norm, self.project, eps), raw
+        x = self._finish(x, delta, self.norm, None, eps)
         x = torch.cat([x[:, :budget], periphery.spread(x[:, budget:], grid)], dim=1)
         return x if self.project is None else F.linear(x, *self.project), raw
+
+
+class _State(NamedTuple):
+    """Where a pass of the engine stands between two blocks."""
+
+    x: Tensor
+    delta: Tensor
+    """What the block before has yet to add to `x`."""
+    raw: Tensor
+    periphery: Periphery
+    patch_rotation: Rotation
+    grid: tuple[int, int]
+
+    def of(self, images: Tensor) -> _State:
+        """The same of some images, before any windows have merged."""
+        x, delta, raw = (part[images] for part in (self.x, self.delta, self.raw))
+        return self._replace(x=x, delta=delta, raw=raw)
 
 
 class PreparedShape:
@@ -247,19 +339,21 @@ class PreparedShape:
         budget: int,
         keep: float,
         rows: int | None = None,
+        graph: bool = True,
     ) -> None:
         self.engine, self.budget, self.grid, self.rows = engine, budget, grid, rows
         c = engine.config
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, engine.device)
         self.periphery = Periphery(rope.grid_coordinates(*grid, engine.device).unsqueeze(0))
         self.rotation = _tables(self.periphery.xy, periods, engine.dtype)
-        self.merges = merge_plan(c.merge_blocks, keep, grid)
+        plan = merge_plan(c.merge_blocks, keep, grid)
+        self.merges: _Merges = {block: (*step, None) for block, step in plan.items()}
         self.graph: torch.cuda.CUDAGraph | None = None
         self.images: Tensor
         """With a graph: the input it reads."""
         self.output: tuple[Tensor, Tensor]
         """With a graph: the tokens and raw coordinates it writes."""
-        if engine._graphs:
+        if graph and engine._graphs:
             size = (grid[0] * c.patch_size, grid[1] * c.patch_size)
             self._capture((batch, c.in_channels, *size))
 
@@ -289,15 +383,7 @@ class PreparedShape:
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The pass without the graph: the tokens and raw coordinates."""
         with self.engine.many_shapes():
-            return self.engine.forward(
-                images,
-                self.budget,
-                self.grid,
-                self.periphery,
-                self.rotation,
-                self.merges,
-                self.rows,
-            )
+            return self.engine.forward(images, self)
 
 
 def compile_for_inference(
@@ -458,9 +544,10 @@ def _merge(
     grid: tuple[int, int],
     side: int,
     target: int,
+    targets: Tensor | None = None,
 ) -> tuple[Tensor, Periphery]:
     x = x + delta
-    patches, periphery = merge(x[:, budget:], periphery, grid, side, target)
+    patches, periphery = merge(x[:, budget:], periphery, grid, side, target, targets)
     return torch.cat([x[:, :budget], patches], dim=1), periphery
 
 

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 _LONGEST = 200
 """Characters of a name that a message repeats."""
+_LISTED = 40
+"""So many known names fit into a message."""
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 120, 120, 60
 
@@ -160,12 +162,24 @@ def shown(value: object) -> str:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`name` in quotes, the nearest known name and all of them, for "unknown ..." messages."""
+    """`name` in quotes, the nearest known name and all of them, for "unknown ..." messages.
+
+    Of very many dotted names those of the same section are listed, or else the sections.
+    """
     known = sorted(known)
     name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    return f"{name!r}{hint} Known: {', '.join(known)}."
+    return f"{name!r}{hint} Known: {', '.join(_nearby(name, known))}."
+
+
+def _nearby(name: str, known: list[str]) -> list[str]:
+    if len(known) <= _LISTED:
+        return known
+    section = name.partition(".")[0] + "."
+    parts = (one.partition(".") for one in known)
+    sections = sorted({head + (".*" if dot else "") for head, dot, _ in parts})
+    return [one for one in known if one.startswith(section)] or sections
 
 
 def check_choice(

@@ -11,6 +11,7 @@ Shapes: B images, N patches, T tokens that stand for them, W windows, D width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 
 LEAST_KEEP = 0.2
 """The smallest share of patch tokens that may go on."""
+LEAST_OPEN_KEEP = 0.25
+"""The smallest where a graph leaves the share open: below it windows are of another size."""
 LEAST_LENGTH = 1e-12
 """Of a mean that others are divided by. Not the smallest float32: a GPU may take that for zero."""
 
@@ -57,7 +60,7 @@ def _outwards(count: int, device: torch.device) -> Tensor:
 
 
 def merge_plan(
-    blocks: tuple[int, ...], keep: float, grid: tuple[int, int]
+    blocks: tuple[int, ...], keep: float | torch.SymInt, grid: tuple[int, int]
 ) -> dict[int, tuple[int, int]]:
     """What merges where: {block: (side of the windows, tokens left)}, `keep` left after the last.
 
@@ -67,22 +70,46 @@ def merge_plan(
 
     Args:
         blocks: `VecaConfig.merge_blocks`.
+        keep: while a graph is traced for any share, ten-thousandths, from `LEAST_OPEN_KEEP` on.
     """
-    if keep == 1:
+    if not isinstance(keep, torch.SymInt) and keep == 1:
         return {}
     height, width = grid
     patches = height * width
     plan, left = {}, patches
     for number, block in enumerate(blocks, start=1):
-        share = 1 - (1 - keep) * number / len(blocks)
-        side = 2 if share >= 1 / 4 else 4
+        if isinstance(keep, torch.SymInt):
+            side, share = 2, 10_000 - (10_000 - keep) * number // len(blocks)
+        else:
+            part = 1 - (1 - keep) * number / len(blocks)
+            side, share = 2 if part >= 1 / 4 else 4, round(part * 10_000)
         whole = (height // side) * (width // side)
         least = patches - whole * (side * side - 1)
         # In whole numbers, because a grid that is left open in an export has no others.
-        target = (patches * round(share * 10_000) + 5_000) // 10_000
+        target = (patches * share + 5_000) // 10_000
         left = torch.sym_min(left, torch.sym_max(target, least))
         plan[block] = (side, left)
     return plan
+
+
+def batch_plan(
+    blocks: tuple[int, ...], keeps: Sequence[float], grid: tuple[int, int], device: torch.device
+) -> dict[int, tuple[int, int, Tensor | None]]:
+    """`merge_plan` for a batch: {block: (side, most tokens left, how many each image has left)}.
+
+    The last is None where all keep the same share, [B, 1] where they differ. Then they are at least
+    a quarter, so that all merge windows of 2 x 2.
+    """
+    if len(keeps) == 1:  # also one that a traced graph leaves open, which nothing is asked about
+        return {block: (*step, None) for block, step in merge_plan(blocks, keeps[0], grid).items()}
+    plans = {keep: merge_plan(blocks, keep, grid) for keep in keeps}
+    if len(plans) == 1:
+        return batch_plan(blocks, keeps[:1], grid, device)
+    found: dict[int, tuple[int, int, Tensor | None]] = {}
+    for block in blocks:
+        left = [plans[keep].get(block, (2, grid[0] * grid[1]))[1] for keep in keeps]
+        found[block] = (2, max(left), torch.tensor(left, device=device).unsqueeze(1))
+    return found
 
 
 def tokens_by_block(
@@ -103,7 +130,12 @@ def compared_patches(blocks: tuple[int, ...], keep: float, grid: tuple[int, int]
 
 
 def merge(
-    tokens: Tensor, periphery: Periphery, grid: tuple[int, int], side: int, target: int
+    tokens: Tensor,
+    periphery: Periphery,
+    grid: tuple[int, int],
+    side: int,
+    target: int,
+    targets: Tensor | None = None,
 ) -> tuple[Tensor, Periphery]:
     """Merge the most homogeneous windows of side x side patches until `target` tokens are left.
 
@@ -114,6 +146,8 @@ def merge(
     Args:
         tokens: [B, T, D], the patches' part of the residual stream.
         target: one that the windows can reach; `merge_plan` sees to that.
+        targets: [B, 1] of each image, where they differ; `target` is the largest of them, and the
+            others are filled up with padding.
     """
     batch, count, _ = tokens.shape
     device = tokens.device
@@ -128,18 +162,14 @@ def merge(
     members, window_of = _windows(grid, side, device)
     # [B, W, side * side] tokens, each as often as it has patches in the window.
     tokens_of = token_of[:, members].unflatten(1, (-1, side * side))
-    inside = take(tokens, tokens_of).float()
-    mean = inside.mean(dim=2)  # [B, W, D]
-    lengths = inside.norm(dim=-1)  # [B, W, side * side]
-    own = mean.norm(dim=-1).clamp_min(LEAST_LENGTH)  # [B, W]
-    score = _difference(inside.detach(), mean.detach(), lengths.detach(), own.detach())
-    token = mean * (lengths.mean(dim=2) / own).unsqueeze(-1)
+    mean, length, score = _compared(tokens, tokens_of)
+    token = mean * length.unsqueeze(-1)
     # A token lies in one window whole, so that the shares of its patches add up to one.
     shares = multiplicity.reciprocal().gather(1, tokens_of.flatten(1)).view_as(tokens_of)
     saved = shares.sum(dim=2).round() - 1  # [B, W] tokens, less one
     score = score.masked_fill(saved < 1, torch.inf)
 
-    need = (multiplicity > 0).sum(dim=1, keepdim=True) - target
+    need = (multiplicity > 0).sum(dim=1, keepdim=True) - (target if targets is None else targets)
     order = score.argsort(dim=1, stable=True)
     saved = saved.gather(1, order)
     before = saved.cumsum(dim=1) - saved
@@ -166,6 +196,32 @@ def merge(
         multiplicity=(counts * alive).gather(1, order),
         token_of=position.gather(1, source),
     )
+
+
+def unlikeness(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """How much the patches of a window of 2 x 2 differ, on average over an image: [B].
+
+    1 less the cosine of a patch with its window's mean, which is what windows are ranked by.
+
+    Args:
+        tokens: [B, N, D], the patches' part of the residual stream, before any have merged.
+    """
+    members, _ = _windows(grid, 2, tokens.device)
+    if not len(members):
+        return tokens.new_zeros(len(tokens), dtype=torch.float32)
+    tokens_of = members.expand(len(tokens), -1).unflatten(1, (-1, 4))
+    return _compared(tokens, tokens_of)[2].mean(dim=1) / 4
+
+
+def _compared(tokens: Tensor, tokens_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of windows [B, W, S] of tokens: the mean [B, W, D], by what it is made as long as they are on
+    average [B, W], and how much they differ from it [B, W]."""
+    inside = take(tokens, tokens_of).float()
+    mean = inside.mean(dim=2)
+    lengths = inside.norm(dim=-1)  # [B, W, S]
+    own = mean.norm(dim=-1).clamp_min(LEAST_LENGTH)
+    score = _difference(inside.detach(), mean.detach(), lengths.detach(), own.detach())
+    return mean, lengths.mean(dim=2) / own, score
 
 
 def _length(target: int) -> int:

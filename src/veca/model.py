@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from torch.compiler import is_compiling
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from veca import rope
+from veca import content, rope
 from veca.attention import BACKENDS, core_attention, patch_rows
 from veca.checks import (
+    check_agreement,
     check_blocks,
     check_budget,
     check_finite,
@@ -32,82 +33,21 @@ from veca.checks import (
     check_keep,
     check_layers,
     check_memorable,
+    check_readable,
+    is_auto,
 )
-from veca.config import VecaConfig, preset
+from veca.config import AUTO, VecaConfig, preset
 from veca.core_memory import CoreMemory, weights_stamp
 from veca.errors import InputError, check_choice
 from veca.feature_model import FeatureModel
-from veca.merging import Periphery, merge, merge_plan
-from veca.outputs import LayerTokens, as_dino, one_line, part
+from veca.merging import Periphery, batch_plan, merge, unlikeness
+from veca.outputs import CoresOutput, LayerTokens, VecaOutput, as_dino
 from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
+Found = TypeVar("Found")
 CPU_ROWS = 512
 """Tokens that a CPU takes through the feed-forward at a time when it needs no gradients."""
-
-
-class VecaOutput(NamedTuple):
-    """What the model knows about a batch of images."""
-
-    cores: Tensor
-    """[B, C, D'] every active core; D' is `config.feature_width`."""
-    patches: Tensor
-    """[B, N, D'] dense features, row by row."""
-    core_xy: Tensor
-    """[B, C, 2] where each core ended, (x, y) in [-1, 1]."""
-    grid: tuple[int, int]
-    """(h, w): patches down and across."""
-
-    @property
-    def cls(self) -> Tensor:
-        """[B, D'] the first core: the global embedding."""
-        return self.cores[:, 0]
-
-    def feature_map(self) -> Tensor:
-        """[B, D', h, w] the dense features as an image."""
-        return self.patches.transpose(1, 2).unflatten(2, self.grid)
-
-    def keys(self) -> tuple[str, ...]:
-        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
-        return ("cls", "patches", "cores", "core_xy", "grid", "feature_map")
-
-    def __getitem__(self, key: Any) -> Any:
-        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
-
-    def __repr__(self) -> str:
-        return one_line(self, ("cls", "patches", "cores"))
-
-
-class CoresOutput(NamedTuple):
-    """What `Veca.cores_only` gives: a `VecaOutput` without patches."""
-
-    cores: Tensor
-    """[B, R, D'] the cores that were asked for, the global embedding first."""
-    core_xy: Tensor
-    """[B, R, 2] where they ended, (x, y) in [-1, 1]."""
-    grid: tuple[int, int]
-    """(h, w): patches down and across."""
-
-    @property
-    def cls(self) -> Tensor:
-        """[B, D'] the first core: the global embedding."""
-        return self.cores[:, 0]
-
-    def keys(self) -> tuple[str, ...]:
-        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
-        return ("cls", "cores", "core_xy", "grid")
-
-    def __getitem__(self, key: Any) -> Any:
-        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
-
-    def __repr__(self) -> str:
-        return one_line(self, ("cls", "cores"))
 
 
 class CoreBank(nn.Module):
@@ -322,8 +262,19 @@ class LayerState(NamedTuple):
     """(h, w): patches down and across."""
     periphery: Periphery
     """Which token stands for which patches."""
+    raw: Tensor
+    """`core_xy` before its tanh, which the next move adds to."""
     merging: bool = False
     """Windows have just merged: the state between two blocks, with the number of the first."""
+
+    def of(self, images: Tensor) -> LayerState:
+        """The same of some images of the batch; no windows have merged."""
+        core_xy, raw, *rotation = (
+            x if len(x) == 1 else x[images] for x in (self.core_xy, self.raw, *self.core_rotation)
+        )
+        return self._replace(
+            tokens=self.tokens[images], core_xy=core_xy, core_rotation=Rotation(*rotation), raw=raw
+        )
 
     def spread(self) -> Tensor:
         """[B, C + N, D] the residual stream, each patch with what its token has."""
@@ -341,6 +292,21 @@ class LayerState(NamedTuple):
             index = self.periphery.token_of.view(shape).expand(*values.shape[:-1], -1)
             values = shared.gather(-1, index)
         return values.unflatten(-1, self.grid)
+
+
+class EarlyWalk(NamedTuple):
+    """The states of a walk before any windows have merged, from which walks can go on."""
+
+    states: list[LayerState]
+
+    @property
+    def budget(self) -> int:
+        return self.states[0].core_xy.shape[1]
+
+    def of(self, images: Tensor) -> EarlyWalk:
+        """The same of some images of the batch."""
+        some = images.to(self.states[0].tokens.device)
+        return EarlyWalk([state.of(some) for state in self.states])
 
 
 class Veca(FeatureModel, nn.Module):
@@ -400,27 +366,69 @@ class Veca(FeatureModel, nn.Module):
         return chosen and self.training and torch.is_grad_enabled()
 
     def forward(
-        self, images: Tensor, cores: int | None = None, keep: float | None = None
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> VecaOutput:
         """Features of `images` [B, 3, H, W] (float, normalised) at the budget `cores`.
 
         H and W are multiples of the patch size (`veca.preprocess` sees to that).
 
         Args:
-            cores: the budget, 1..M, by default all M.
+            cores: the budget, 1..M, by default all M; "auto": the least that keeps the promise on
+                95 of 100 photos of this size, by the weights' calibration.
             keep: the share of patch tokens that go on after merging, 0.2..1, by default all: the
-                network as published. The features cover the whole grid all the same.
+                network as published. The features cover the whole grid all the same. "auto": each
+                image gets the share that its content needs.
+            agreement: with "auto", the promise: the cosine of CLS and, on average, of the patches
+                with what all cores and tokens give; 0.98 by default.
         """
-        cores, keep = self._at_point(cores, keep)
+        cores, keep, agreement = self._asked(cores, keep, agreement)
+        if is_auto(cores, keep):
+            return self._by_content(self.forward, images, cores, keep, agreement)
         for layer in self.walk(images, cores, keep=keep):
             last = layer
         return self.output(last)
 
-    def _at_point(self, cores: int | None, keep: float | None) -> tuple[int | None, float | None]:
+    def _asked(
+        self, cores: int | str | None, keep: float | str | None, agreement: float | None = None
+    ) -> tuple[int | str | None, float | str | None, float | None]:
         """What a call asks for: where it says neither, what the model's point says."""
         if cores is None and keep is None and self.point is not None:
-            return self.point.cores, self.point.keep  # type: ignore[return-value]
-        return cores, keep
+            given = self.point.agreement if agreement is None else agreement
+            return self.point.cores, self.point.keep, given
+        return cores, keep, check_agreement(agreement, cores, keep)
+
+    def _by_content(
+        self,
+        call: Callable[..., Found],
+        images: Tensor,
+        cores: int | str | None,
+        keep: float | str | None,
+        agreement: float | None,
+    ) -> Found:
+        """A `call` of the model with numbers for "auto": images of one share go on together."""
+        if not is_auto(keep):
+            return call(images, cores=self._budget(images, cores, keep, agreement), keep=keep)
+        early, shares = self._begun(images, cores, agreement)
+        if len(set(shares)) == 1:
+            return call(early, cores=early.budget, keep=shares[0])
+        chosen = torch.tensor(shares)
+        order = [(chosen == share).nonzero().flatten() for share in chosen.unique()]
+        parts = [call(early.of(o), cores=early.budget, keep=shares[o[0]]) for o in order]
+        return content.joined(parts, order)
+
+    def chosen(
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        agreement: float | None = None,
+    ) -> content.Chosen:
+        """What keep="auto" takes for these images, without the rest of the pass."""
+        early, shares = self._begun(images, cores, agreement)
+        return content.Chosen(early.budget, shares)
 
     def remember(
         self, images: Tensor, cores: int | None = None, keep: float | None = None
@@ -432,10 +440,10 @@ class Veca(FeatureModel, nn.Module):
         Args:
             keep: 1 or None: where patches merge, one depends on others.
         """
-        cores, keep = self._at_point(cores, keep)
-        check_memorable(self.training, keep)
+        at, share, promise = self._asked(cores, keep)
+        check_memorable(self.training, share)
         keys, values = [], []
-        for before, layer in pairwise(self.walk(images, cores)):
+        for before, layer in pairwise(self.walk(images, at, agreement=promise)):
             block = cast(Block, self.blocks[layer.number - 1])
             normed = block.norm_attn(before.tokens[:, : layer.core_xy.shape[1]])
             key, value = block.attn.keys_and_values(normed, layer.core_rotation)
@@ -491,21 +499,32 @@ class Veca(FeatureModel, nn.Module):
         return VecaOutput(cores, self.project(patches) if projection else patches, core_xy, shape)
 
     def tokens(
-        self, images: Tensor, cores: int | None = None, keep: float | None = None
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> VecaOutput:
         """The same before the output projection: after the last norm, as wide as the network."""
-        for layer in self.walk(images, cores, keep=keep):
+        if is_auto(cores, keep):
+            return self._by_content(self.tokens, images, cores, keep, agreement)
+        for layer in self.walk(images, cores, keep=keep, agreement=agreement):
             last = layer
-        return self.output(last, project=False)
+        # One by one: gradients of the norm are summed in this order since 0.1.
+        parts = last.tokens.tensor_split([last.core_xy.shape[1]], dim=1)
+        normed, patches = (self.norm(part) for part in parts)
+        core_xy = last.core_xy.expand(len(patches), -1, -1)
+        return VecaOutput(normed, last.periphery.spread(patches, last.grid), core_xy, last.grid)
 
     def cores_only(
         self,
         images: Tensor,
-        cores: int | None = None,
-        keep: float | None = None,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
         *,
         first: int | None = None,
         projection: bool = True,
+        agreement: float | None = None,
     ) -> CoresOutput:
         """The cores of `forward` without the patches, for less: equal to rounding.
 
@@ -517,7 +536,10 @@ class Veca(FeatureModel, nn.Module):
             first: how many of the cores are wanted, 1..C, by default all of them.
             projection: False: before the output projection, as wide as the network.
         """
-        cores, keep = self._at_point(cores, keep)
+        cores, keep, agreement = self._asked(cores, keep, agreement)
+        if is_auto(cores, keep):
+            call = partial(self.cores_only, first=first, projection=projection)
+            return self._by_content(call, images, cores, keep, agreement)
         rows = check_first(first, check_budget(cores, self.config.num_cores))
         for layer in self.walk(images, cores, keep=keep, rows=rows):
             last = layer
@@ -528,30 +550,39 @@ class Veca(FeatureModel, nn.Module):
     def forward_intermediates(
         self,
         images: Tensor,
-        cores: int | None = None,
+        cores: int | str | None = None,
         layers: Sequence[int] | None = None,
         *,
         norm: bool = True,
-        keep: float | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> list[VecaOutput]:
         """The same outputs after each of `layers` (1..L, default all), in one run.
 
         With `norm` the final norm and output projection are applied to each, so that the last
         layer's equals `forward`; without it they are the raw residual stream.
         """
+        if is_auto(cores, keep):
+            call = partial(self.forward_intermediates, layers=layers, norm=norm)
+            return self._by_content(call, images, cores, keep, agreement)
         wanted = check_layers(layers, self.config.depth)
+        walk = self.walk(images, cores, last=max(wanted), keep=keep, agreement=agreement)
         outputs = {
             layer.number: self.output(layer, norm)
-            for layer in self.walk(images, cores, last=max(wanted), keep=keep)
+            for layer in walk
             if layer.number in wanted and not layer.merging
         }
         return [outputs[number] for number in wanted]
 
     def forward_features(
-        self, images: Tensor, cores: int | None = None, keep: float | None = None
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> Tensor:
         """[B, C + N, D'] the same as one tensor, as timm has it: all cores, then all patches."""
-        out = self.forward(images, cores, keep)
+        out = self.forward(images, cores, keep, agreement)
         return torch.cat([out.cores, out.patches], dim=1)
 
     def get_intermediate_layers(
@@ -563,9 +594,10 @@ class Veca(FeatureModel, nn.Module):
         return_extra_tokens: bool = False,
         norm: bool = True,
         *,
-        cores: int | None = None,
-        keep: float | None = None,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
         projection: bool = True,
+        agreement: float | None = None,
     ) -> tuple[Any, ...]:
         """Patch features after some blocks, one entry a block, in the order of the network: DINO's.
 
@@ -580,12 +612,14 @@ class Veca(FeatureModel, nn.Module):
             norm: through the final norm and output projection, so that the last block's are those
                 of `forward`; else the raw residual stream, `embed_dim` wide.
             cores: the budget.
-            keep: the share of patch tokens that go on, as in `forward`.
+            keep, agreement: the share of patch tokens that go on, as in `forward`.
             projection: False: with `norm` through the norm alone, `embed_dim` wide.
         """
         blocks = check_blocks(n, self.config.depth)
         wanted = [block + 1 for block in blocks]
-        outputs = self.forward_intermediates(x, cores, wanted, norm=norm and projection, keep=keep)
+        outputs = self.forward_intermediates(
+            x, cores, wanted, norm=norm and projection, keep=keep, agreement=agreement
+        )
         layers = [LayerTokens(out.cores, out.patches, out.grid) for out in outputs]
         if norm and not projection:
             layers = [LayerTokens(self.norm(a), self.norm(b), grid) for a, b, grid in layers]
@@ -599,12 +633,13 @@ class Veca(FeatureModel, nn.Module):
     def attention_maps(
         self,
         images: Tensor,
-        cores: int | None = None,
+        cores: int | str | None = None,
         layers: Sequence[int] | None = None,
         *,
         kind: str = "softmax",
         per_head: bool = False,
-        keep: float | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
     ) -> Tensor:
         """Where each core looks, layer by layer: [B, layers, C, h, w], float32.
 
@@ -613,7 +648,8 @@ class Veca(FeatureModel, nn.Module):
             kind: "softmax", attention weights averaged over heads; or "norm", the norm-based
                 kind the paper draws, which sums to 1 over the patches.
             per_head: softmax weights of every head apart, [B, layers, H, C, h, w].
-            keep: as in `forward`; what a core takes from a token is shared out among its patches.
+            keep, agreement: as in `forward`; what a core takes from a token is shared out among
+                its patches.
         """
         check_choice("kind of attention map", kind, ATTENTION_KINDS)
         if per_head and kind == "norm":
@@ -621,9 +657,12 @@ class Veca(FeatureModel, nn.Module):
                 "norm-based maps sum the heads before taking the length, so they have no "
                 "per-head form; use kind='softmax' with per_head=True."
             )
+        if is_auto(cores, keep):
+            call = partial(self.attention_maps, layers=layers, kind=kind, per_head=per_head)
+            return self._by_content(call, images, cores, keep, agreement)
         wanted = check_layers(layers, self.config.depth)
         maps = {}
-        walk = self.walk(images, cores, last=max(wanted), keep=keep)
+        walk = self.walk(images, cores, last=max(wanted), keep=keep, agreement=agreement)
         for before, layer in pairwise(walk):
             if layer.number in wanted and not layer.merging:
                 weights = self.core_to_patch(before, layer, kind)
@@ -651,12 +690,13 @@ class Veca(FeatureModel, nn.Module):
 
     def walk(
         self,
-        images: Tensor,
-        cores: int | None = None,
+        images: Tensor | EarlyWalk,
+        cores: int | str | None = None,
         *,
         last: int | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
         rows: int | None = None,
+        agreement: float | None = None,
     ) -> Iterator[LayerState]:
         """Run the network block by block: the state before the first, then after each.
 
@@ -667,16 +707,83 @@ class Veca(FeatureModel, nn.Module):
         ...     print(layer.number, model.output(layer).patches.norm())
 
         Args:
+            images: or what `before_merging` gave for them, to go on from.
             last: the block to stop after, 1..L, by default the last.
-            keep: as in `forward`. Where windows merge, the state after that is yielded as well,
-                with `merging` set.
+            keep, agreement: as in `forward`. Where windows merge, the state after that is yielded
+                as well, with `merging` set. Images that choose different shares have as many
+                tokens as the one with the most: the others are filled up with padding, which
+                `Periphery.multiplicity` tells by a 0.
             rows: from the last block so many of the cores come out, and no patches.
         """
         c = self.config
-        budget = check_budget(cores, c.num_cores)
-        share = check_keep(keep)
-        grid = check_images(images, c.in_channels, c.patch_size)
         end = c.depth if last is None else check_layers([last], c.depth)[0]
+        shares: tuple[float, ...]
+        if isinstance(images, EarlyWalk):
+            early, shares = images, (check_keep(keep),)
+        elif is_auto(keep):
+            early, shares = self._begun(images, cores, agreement)
+        else:
+            shares = (check_keep(keep),)
+            start = self._start(images, self._budget(images, cores, keep, agreement))
+            early = EarlyWalk([start])
+        yield from (state for state in early.states if state.number <= end)
+        state = early.states[-1]
+        merges = batch_plan(c.merge_blocks, shares, state.grid, state.tokens.device)
+        yield from self._blocks(state, end, merges, rows)
+
+    def _budget(
+        self,
+        images: Tensor,
+        cores: int | str | None,
+        keep: float | str | None,
+        agreement: float | None,
+    ) -> int:
+        """The budget of a call, by the calibration where that is asked for."""
+        promise = check_agreement(agreement, cores, keep)
+        if promise is None or not is_auto(cores):
+            return check_budget(cores, self.config.num_cores)
+        grid = check_images(images, self.config.in_channels, self.config.patch_size)
+        each = self.calibration.of_each(promise, 2 if is_auto(keep) else 1)
+        return self.calibration.budget(grid, each, self.config.num_cores)
+
+    @property
+    def calibration(self) -> content.Calibration:
+        """What `cores="auto"` and `keep="auto"` go by; InputError where the weights have none."""
+        return content.calibration_of(self.beside, self.name, self.config.merge_blocks)
+
+    def before_merging(self, images: Tensor, cores: int | None = None) -> EarlyWalk:
+        """The states of a walk up to where windows would merge first, whatever is kept.
+
+        >>> early = model.before_merging(images)
+        >>> for keep in (0.35, 0.5):
+        ...     *_, end = model.walk(early, keep=keep)
+        """
+        start = self._start(images, check_budget(cores, self.config.num_cores))
+        return EarlyWalk([start, *self._blocks(start, self.config.merge_blocks[0] - 1, {})])
+
+    def _begun(
+        self,
+        images: Tensor,
+        cores: int | str | None,
+        agreement: float | None,
+    ) -> tuple[EarlyWalk, tuple[float, ...]]:
+        """`before_merging`, and the share that each image chooses there."""
+        promise = check_agreement(agreement, cores, AUTO)
+        assert promise is not None
+        check_images(images, self.config.in_channels, self.config.patch_size)
+        check_readable(images, self.training)
+        calibration = self.calibration
+        each = calibration.of_each(promise, 2 if is_auto(cores) else 1)
+        budget = self._budget(images, cores, AUTO, promise)
+        early = self.before_merging(images, budget)
+        state = early.states[-1]
+        differences = unlikeness(state.tokens[:, budget:], state.grid)
+        return early, calibration.shares(differences, state.grid, each)
+
+    def _start(self, images: Tensor, budget: int) -> LayerState:
+        """The state before the first block."""
+        c = self.config
+        grid = check_images(images, c.in_channels, c.patch_size)
         if not self.training:
             check_finite(images)
 
@@ -687,22 +794,31 @@ class Veca(FeatureModel, nn.Module):
         tokens = tokens.expand(patches.shape[0], -1, -1).to(patches.dtype)
         x = torch.cat([tokens, patches], dim=1)
 
-        periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, x.device)
         patch_xy = rope.grid_coordinates(height, width, x.device)
         if self.training:
             patch_xy = rope.augment_coordinates(
                 patch_xy, c.rope_shift, c.rope_jitter, c.rope_rescale
             )
         periphery = Periphery(patch_xy.unsqueeze(0))
-        patch_rotation = rope.rotation(periphery.xy, periods)
-        merges = merge_plan(c.merge_blocks, share, grid)
+        patch_rotation = rope.rotation(periphery.xy, self._periods(x.device))
 
         # A copy: without gradients, views of parameters trip up torch's counter of FLOPs.
         raw = (raw if raw.dtype == torch.float64 else raw.float()).unsqueeze(0).clone()
         core_xy = raw.tanh()
-        core_rotation = rope.rotation(core_xy, periods)
-        yield LayerState(0, x, core_xy, core_rotation, patch_rotation, grid, periphery)
-        for number, block in enumerate(self.blocks[:end], start=1):
+        core_rotation = rope.rotation(core_xy, self._periods(x.device))
+        return LayerState(0, x, core_xy, core_rotation, patch_rotation, grid, periphery, raw)
+
+    def _blocks(
+        self,
+        state: LayerState,
+        end: int,
+        merges: dict[int, tuple[int, int, Tensor | None]],
+        rows: int | None = None,
+    ) -> Iterator[LayerState]:
+        """From a state on to the block `end`: the state after each."""
+        done, x, core_xy, core_rotation, patch_rotation, grid, periphery, raw, _ = state
+        budget, periods = core_xy.shape[1], self._periods(x.device)
+        for number, block in enumerate(self.blocks[done:end], start=done + 1):
             if number in merges:
                 patches, periphery = merge(x[:, budget:], periphery, grid, *merges[number])
                 x = torch.cat([x[:, :budget], patches], dim=1)
@@ -715,6 +831,7 @@ class Veca(FeatureModel, nn.Module):
                     patch_rotation,
                     grid,
                     periphery,
+                    raw,
                     merging=True,
                 )
             if number > 1:
@@ -728,19 +845,22 @@ class Veca(FeatureModel, nn.Module):
                 x = self._gradient_checkpointing_func(run, x, *core_rotation, *patch_rotation)
             else:
                 x = block(x, budget, core_rotation, patch_rotation, self.backend, seen, few)
-            yield LayerState(number, x, core_xy, core_rotation, patch_rotation, grid, periphery)
+            yield LayerState(
+                number, x, core_xy, core_rotation, patch_rotation, grid, periphery, raw
+            )
 
-    def output(self, layer: LayerState, norm: bool = True, project: bool = True) -> VecaOutput:
-        """What comes out after a layer: through the final norm and output projection, or raw.
+    def _periods(self, device: torch.device) -> Tensor:
+        c = self.config
+        return rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, device)
 
-        Without `project` through the norm alone, where there is one.
-        """
+    def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
+        """What comes out after a layer: through the final norm and output projection, or raw."""
         x = self.norm(layer.tokens) if norm else layer.tokens
         budget = layer.core_xy.shape[1]
         if layer.periphery.token_of is not None:
             patches = layer.periphery.spread(x[:, budget:], layer.grid)
             x = torch.cat([x[:, :budget], patches], dim=1)
-        x = self.project(x) if norm and project else x
+        x = self.project(x) if norm else x
         core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
         return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
 

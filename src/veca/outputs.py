@@ -1,4 +1,4 @@
-"""What outputs of our models have in common: parts by name, a line to see, tokens by layer."""
+"""What comes out of our models: parts by attribute or by name, a line to see, tokens by layer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,70 @@ def one_line(output: Any, shown: Sequence[str]) -> str:
     facts += [f"grid {' x '.join(map(str, output.grid))}"]
     facts += [str(first.dtype).removeprefix("torch."), str(first.device)]
     return f"{type(output).__name__}({', '.join(facts)})"
+
+
+class VecaOutput(NamedTuple):
+    """What the model knows about a batch of images."""
+
+    cores: Tensor
+    """[B, C, D'] every active core; D' is `config.feature_width`."""
+    patches: Tensor
+    """[B, N, D'] dense features, row by row."""
+    core_xy: Tensor
+    """[B, C, 2] where each core ended, (x, y) in [-1, 1]."""
+    grid: tuple[int, int]
+    """(h, w): patches down and across."""
+
+    @property
+    def cls(self) -> Tensor:
+        """[B, D'] the first core: the global embedding."""
+        return self.cores[:, 0]
+
+    def feature_map(self) -> Tensor:
+        """[B, D', h, w] the dense features as an image."""
+        return self.patches.transpose(1, 2).unflatten(2, self.grid)
+
+    def keys(self) -> tuple[str, ...]:
+        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
+        return ("cls", "patches", "cores", "core_xy", "grid", "feature_map")
+
+    def __getitem__(self, key: Any) -> Any:
+        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
+
+    def __repr__(self) -> str:
+        return one_line(self, ("cls", "patches", "cores"))
+
+
+class CoresOutput(NamedTuple):
+    """What `Veca.cores_only` gives: a `VecaOutput` without patches."""
+
+    cores: Tensor
+    """[B, R, D'] the cores that were asked for, the global embedding first."""
+    core_xy: Tensor
+    """[B, R, 2] where they ended, (x, y) in [-1, 1]."""
+    grid: tuple[int, int]
+    """(h, w): patches down and across."""
+
+    @property
+    def cls(self) -> Tensor:
+        """[B, D'] the first core: the global embedding."""
+        return self.cores[:, 0]
+
+    def keys(self) -> tuple[str, ...]:
+        """Names that `out[name]` takes, which gives what `out.name` does; `dict(out)` has them."""
+        return ("cls", "cores", "core_xy", "grid")
+
+    def __getitem__(self, key: Any) -> Any:
+        return part(self, key) if isinstance(key, str) else tuple.__getitem__(self, key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys() if isinstance(key, str) else tuple.__contains__(self, key)
+
+    def __repr__(self) -> str:
+        return one_line(self, ("cls", "cores"))
 
 
 class LayerTokens(NamedTuple):

@@ -10,12 +10,12 @@ machine and the bytes of the photos, so that a second run goes on where the firs
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from veca._util.files import atomic_write, atomic_write_json, check_fields, read
 from veca.bench import DTYPES, BenchPlan, take_turns
 from veca.checks import check_budget, check_keep, check_model
 from veca.embed.pipeline import checked_what, explained_out_of_memory
-from veca.embed.sources import Sources, open_images, to_read
+from veca.embed.sources import Sources, drawn
 from veca.errors import InputError, SourceError, VecaError, at_least, check_choice
 from veca.images import check_size, preprocess
 from veca.model import Veca, evaluating
@@ -251,7 +251,7 @@ def tune(
         overwrite=overwrite,
     )
     runs = _Runs(model, wanted, batch_size, reference)
-    chosen = _chosen(photos, at_least("count", count))
+    count, chosen = at_least("count", count), drawn(photos)
     total, done, begun = count * len(candidates), 0, time.monotonic()
     used: list[str] = []
     small = 0
@@ -314,24 +314,6 @@ def _candidates(
     shares = [check_keep(share) for share in keep]
     tried = itertools.product(sizes, budgets, shares, precisions)
     return list(dict.fromkeys(Candidate(*one) for one in tried))
-
-
-def _chosen(photos: Sources, count: int) -> Iterator[tuple[str, Image.Image]]:
-    """Photos in an order that their names give, each with the hash of its bytes."""
-    from veca.images import read_image
-
-    source = open_images(photos)
-
-    def rank(index: int) -> bytes:
-        return hashlib.sha256(os.fsencode(Path(source.name(index)).name)).digest()
-
-    for index in sorted(range(len(source)), key=rank):
-        try:
-            key = hashlib.sha256(source.read(index)).hexdigest()
-            image = read_image(to_read(source, index))
-        except (VecaError, OSError):
-            continue
-        yield key, image
 
 
 class _Runs:
@@ -434,15 +416,19 @@ class _Records:
                 f"{about.get(name)}); choose another --out, or --overwrite them."
             )
         self._rounds = stored["rounds"]
+        for photo in self._rounds:
+            self.round(photo)  # what is odd is told before anything is measured
 
     def round(self, photo: str) -> dict[Candidate, dict[str, float | None]]:
         """What is known of a photo."""
         rows = self._rounds.get(photo, {})
-        found = {}
-        for text, row in rows.items():
-            size, cores, keep, precision = text.split("/")
-            found[Candidate(int(size), int(cores), float(keep), precision)] = row
-        return found
+        try:
+            return {_parsed(text): _checked(row) for text, row in rows.items()}
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as error:
+            raise InputError(
+                f"{self.path}: rounds.{photo} holds no measurements; remove that file, or choose "
+                "another --out."
+            ) from error
 
     def keep(self, photo: str, found: Mapping[Candidate, dict[str, float | None]]) -> None:
         """Note a round; it is on the disk, whole, when this returns."""
@@ -453,6 +439,21 @@ class _Records:
         table = {"format": _FORMAT, "about": self.about, "rounds": self._rounds}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_json(self.path, table)
+
+
+def _parsed(text: str) -> Candidate:
+    """A candidate, from its name in the file."""
+    size, cores, keep, precision = text.split("/")
+    return Candidate(int(size), int(cores), float(keep), precision)
+
+
+def _checked(row: Mapping[str, Any]) -> dict[str, float | None]:
+    """What was measured of a candidate; ValueError and the like if it cannot have been."""
+    found = {name: float(row[name]) for name in ("ms", "cls")}
+    patches = row["patches"]
+    if not 0 < found["ms"] < math.inf or not -2 < found["cls"] < 2:
+        raise ValueError
+    return {**found, "patches": None if patches is None else float(patches)}
 
 
 def _summary(

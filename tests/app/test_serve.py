@@ -129,7 +129,7 @@ def test_a_running_page_is_closed_to_strangers(page, noise, tmp_path):
     event = next(d for d in config["dependencies"] if [upload, "upload"] in d["targets"])
 
     def send(file):
-        data = ["weights", 64, 4, 3, 1, "norm", file]
+        data = ["weights", 64, 4, 3, 1, "norm", 1, file]
         body = {"data": data, "fn_index": event["id"], "session_hash": "abc"}
         return _ask(page, "POST", "/gradio_api/run/predict", json.dumps(body), JSON)
 

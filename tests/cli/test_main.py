@@ -189,7 +189,10 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path)
 # ------------------------------------------------------------------------ options of many commands
 
 
-READERS = ("quickstart", "features", "viz", "demo", "pack", "distill", "probe", "embed", "search")
+READERS = (
+    *("quickstart", "features", "viz", "demo", "pack", "distill", "probe", "embed", "search"),
+    *("tune", "calibrate"),
+)
 
 
 @pytest.fixture

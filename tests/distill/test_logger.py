@@ -204,3 +204,18 @@ def test_a_folder_that_is_deleted_under_tensorboard(tmp_path) -> None:
             time.sleep(0.01)
         log.close()
     log.close()
+
+
+def test_damaged_lines_are_passed_over(tmp_path) -> None:
+    log = RunLogger(tmp_path, steps=2, console=Console(file=io.StringIO()), tensorboard=False)
+    log.train([record(1), record(2)], rate=1.0, waited=0.0)
+    log.close()
+    path = tmp_path / "metrics.jsonl"
+    odd = [b"\xff\xfe", b"[" * 100_000, b'{"kind": "train", "step": "x"}', b'{"step": null}', b"3"]
+    path.write_bytes(b"\n".join([*odd, path.read_bytes()]))
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
+    log = RunLogger(
+        tmp_path, steps=2, start=1, console=Console(file=io.StringIO()), tensorboard=False
+    )
+    log.close()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [1]

@@ -150,6 +150,17 @@ class TestDamage:
         assert len(read_embeddings(tmp_path / "out")[0]) == 30
         assert embed(images, tmp_path / "out").computed == 0
 
+    def test_manifests_nested_without_end_are_refused(self, model, embed, images, tmp_path):
+        pytest.importorskip("pyarrow")
+        extract(model, images, tmp_path / "a", size=32)
+        embed(images, tmp_path / "b")
+        (tmp_path / "a" / "features.json").write_text("[" * 100_000)
+        with pytest.raises(OutputError, match="features.json"):
+            extract(model, images, tmp_path / "a", size=32)
+        (tmp_path / "b" / parquet.MANIFEST).write_text("[" * 100_000)
+        with pytest.raises(InputError, match=parquet.MANIFEST):
+            read_embeddings(tmp_path / "b")
+
 
 class TestLeftovers:
     def test_of_a_dead_process_go_and_of_a_running_one_stay(self, tmp_path, monkeypatch):
@@ -182,6 +193,23 @@ class TestNames:
         failed = [(name, "reason\nof two lines") for name in self.ODD]
         write_failures(tmp_path / "failures.jsonl", failed)
         assert read_failures(tmp_path / "failures.jsonl") == dict(failed)
+
+    @pytest.mark.parametrize("damage", [b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"])
+    def test_a_damaged_list_of_failures_is_written_anew(
+        self, model, embed, images, tmp_path, damage
+    ):
+        pytest.importorskip("pyarrow")
+        (images / "0" / "bad.png").write_bytes(b"no image")
+        for run in (
+            lambda out: extract(model, images, out, size=32),
+            lambda out: embed(images, out),
+        ):
+            out = tmp_path / f"out-{run.__code__.co_firstlineno}"
+            run(out)
+            wanted = (out / "failures.jsonl").read_text()
+            (out / "failures.jsonl").write_bytes(damage)
+            run(out)
+            assert (out / "failures.jsonl").read_text() == wanted
 
     @pytest.mark.skipif(sys.platform != "linux", reason="names of any characters")
     def test_a_resumed_run_keeps_listing_them(self, model, images, tmp_path):

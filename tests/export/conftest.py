@@ -53,3 +53,16 @@ def onnx_half(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("half")
     (entry,) = export_model(model, folder, name="small", keep=0.5, check_sizes=SIZES)
     return entry
+
+
+@pytest.fixture(scope="session")
+def onnx_int8(model, tmp_path_factory):
+    """Whole numbers of 8 bit, for any budget, share of tokens and size."""
+    pytest.importorskip("onnxscript", reason="the extra `export` is not installed")
+    pytest.importorskip("onnxruntime", reason="the extra `export` is not installed")
+    from veca.export import export_model
+
+    folder = tmp_path_factory.mktemp("int8")
+    options = {"precision": "int8", "keep": "any", "gate": 0.9, "check_sizes": SIZES[:1]}
+    (entry,) = export_model(model, folder, name="small", **options)
+    return entry

@@ -10,13 +10,16 @@ import sys
 
 import pytest
 import torch
+from PIL import Image
 
 import veca
 from conftest import SMALLEST
-from veca.errors import InputError, MissingExtraError, OutputError
+from veca.errors import ImageError, InputError, MissingExtraError, OutputError
 from veca.export import ExportError, api, export_model, load_exported, onnx_file, verify
 from veca.export.api import _check
-from veca.export.graph import frozen_copy
+from veca.export.graph import OUTPUTS, frozen_copy
+from veca.export.precision import GATES, check_gate, check_precisions
+from veca.images.bundled import bundled_photos
 
 
 @pytest.mark.parametrize(
@@ -24,6 +27,13 @@ from veca.export.graph import frozen_copy
     [
         ({"to": "onx"}, "'onx'"),
         ({"dtype": "bfloat16"}, "'bfloat16'"),
+        ({"precision": "int4"}, "'int4'.*'int8'"),
+        ({"precision": []}, "precision"),
+        ({"precision": "int8"}, "ONNX"),
+        ({"gate": 0.9}, "gate"),
+        ({"precision": "fp16", "gate": 2}, "gate"),
+        ({"precision": "fp16", "gate": (0.9, 0.9, 0.9)}, "gate"),
+        ({"precision": "fp16", "gate": float("nan")}, "gate"),
         ({"cores": 9}, "cores.* 9"),
         ({"cores": [4, 0]}, "cores.* 0"),
         ({"cores": "some"}, "'some'"),
@@ -113,63 +123,82 @@ def test_the_model_is_left_as_it_was(tmp_path):
 # ---------------------------------------------------------------------------------------- verify
 
 
-def made(difference, largest=1.0):
+def made(difference=0.0, agreement=1.0, **changes):
     names = ("cls", "patches", "core_tokens", "core_xy")
-    return verify.FileCheck(
-        1, 32, 32, 4, dict.fromkeys(names, difference), dict.fromkeys(names, largest)
+    check = verify.FileCheck(
+        *(1, 32, 32, 4, 1.0),
+        differences=dict.fromkeys(names, difference),
+        largest=dict.fromkeys(names, 1.0),
+        agreement=dict.fromkeys(names[:3], agreement),
     )
+    return dataclasses.replace(check, **changes)
 
 
-def test_what_passes():
-    assert made(1e-3).passes(torch.float32)
-    assert not made(1.1e-3, largest=100.0).passes(torch.float32)
-    assert made(1.9, largest=100.0).passes(torch.float16)
-    assert not made(2.1, largest=100.0).passes(torch.float16)
-    assert not made(float("nan")).passes(torch.float32)
+def test_what_passes_in_float32():
+    assert made(1e-3).wrong(None) is None
+    assert "differ" in made(1.1e-3).wrong(None)
+    assert "differ" in made(float("nan")).wrong(None)
 
 
-def turned(share, difference=0.5):
-    check = made(difference, largest=1.0)
-    return dataclasses.replace(check, turned=dict.fromkeys(check.differences, share))
+def test_what_passes_a_gate():
+    gate = GATES["int8"]
+    assert made(0.05, 0.998).wrong(gate) is None
+    assert "cls" in made(0.05, 0.997).wrong(gate)
+    parts = {"cls": 0.999, "patches": 0.995, "core_tokens": 1.0}
+    assert "patches" in made(agreement=parts).wrong(gate)
+    assert "0.9950" in made(agreement=parts).wrong(gate)
+    assert "core_tokens" in made(agreement={**parts, "patches": 1, "core_tokens": 0.9}).wrong(gate)
+    assert "cls" in made(agreement=float("nan")).wrong(gate)
+    places = {"cls": 9.0, "patches": 9.0, "core_tokens": 9.0, "core_xy": 0.2}
+    assert "stand" in made(differences=places).wrong(gate)
 
 
-def test_what_passes_where_windows_merge():
-    assert turned(0.05).passes(torch.float16)
-    assert not turned(0.2).passes(torch.float16)
-    assert not turned(0.05, float("inf")).passes(torch.float16)
-    assert not turned(0.05).passes(torch.float32)  # in single precision none may
-    assert turned(0.0, 1e-4).passes(torch.float32)
+def test_gates():
+    assert check_gate(None, "int8") == (0.998, 0.996)
+    assert check_gate(0.9, "fp16") == (0.9, 0.9)
+    assert check_gate((0.9, 0.8), "bf16") == (0.9, 0.8)
+    assert check_gate(None, "fp32") is None
 
 
-def test_other_windows_are_counted(tiny):
-    tiny.requires_grad_(False)
-    images = torch.randn(2, 3, 64, 96)
+def test_the_name_of_0_1_for_a_precision():
+    with pytest.warns(DeprecationWarning, match="precision='fp16'"):
+        assert check_precisions("fp32", "float16") == ["fp16"]
+    assert check_precisions(["int8", "fp32", "int8"]) == ["int8", "fp32"]
 
-    def run(images, cores):
-        out = tiny(images, cores=cores, keep=0.5)
-        patches = out.patches.clone()
-        patches[0, :4] += 10
-        return {
-            "cls": out.cls,
-            "patches": patches,
-            "core_tokens": out.cores,
-            "core_xy": out.core_xy,
-        }
+
+@pytest.mark.slow
+def test_below_the_gate_nothing_is_written(tmp_path):
+    shallow = veca.create_model(SMALLEST.replace(depth=1))
+    options = {"to": "torch-export", "cores": 4, "precision": "bf16", "size": (32, 32)}
+    with pytest.raises(ExportError, match=r"veca_cores4_32x32_bfloat16.* 1\b.*fp32"):
+        export_model(shallow, tmp_path / "out", gate=1.0, **options)
+    assert not (tmp_path / "out").exists()
+    (entry,) = export_model(shallow, tmp_path / "out", gate=0.5, **options)
+    assert entry.dtype == "bfloat16" and 0.5 < entry.agreement.cls < 1
+    assert load_exported(entry.path)(torch.zeros(1, 3, 32, 32)).patches.dtype == torch.bfloat16
+
+
+def test_photos_are_a_users_own_or_ours(tiny, tmp_path):
+    assert [path.suffix for path in verify.photos_for(None)] == [".jpg"] * 5
+    Image.new("RGB", (40, 40), "red").save(tmp_path / "a.png")
+    assert verify.photos_for(str(tmp_path)) == [tmp_path / "a.png"]
+    with pytest.raises(ImageError, match="nothing"):
+        export_model(tiny, tmp_path / "out", data=str(tmp_path / "nothing"))
+    seen = []
+
+    def run(images, cores, keep):
+        seen.append(images)
+        out = tiny(images, cores=cores, keep=keep)
+        return dict(zip(OUTPUTS, (out.cls, out.patches, out.cores, out.core_xy), strict=True))
 
     with torch.no_grad():
-        (noise, photos) = verify.checks(
-            run, tiny, cores=[4], keep=0.5, sizes=[(64, 96)], batches=[2]
-        )
-    assert (noise.images, photos.images) == ("noise", "photos")
-    wanted = {"cls": 0, "patches": 4 / 48, "core_tokens": 0, "core_xy": 0}
-    assert noise.turned == pytest.approx(wanted)
-    assert noise.passes(torch.float16) and not noise.passes(torch.float32)
-    wrong = verify.check(
-        lambda images, cores: run(images.flip(-1), cores), tiny, images, 4, keep=0.5
-    )
-    assert wrong.turned["patches"] > verify.TURNED and not wrong.passes(torch.float16)
-    (plain,) = verify.checks(run, tiny, cores=[4], sizes=[(64, 96)], batches=[2])
-    assert plain.images == "noise" and not plain.turned
+        found = list(verify.checks(run, tiny, cores=[1, 4], keeps=[1, 0.5], sizes=[(32, 48)]))
+    assert [(c.batch, c.cores, c.keep) for c in found] == [
+        (batch, cores, keep) for batch in (1, 3) for cores in (1, 4) for keep in (1, 0.5)
+    ]
+    assert all(check.wrong(None) is None for check in found)
+    first, second = (tiny.preprocess(path, (32, 48)).pixels for path in bundled_photos()[:2])
+    assert torch.equal(seen[0], first) and torch.equal(seen[-1][:1], second)  # the next ones
 
 
 def test_nan_and_other_shapes_are_infinitely_different(tiny):
@@ -177,7 +206,7 @@ def test_nan_and_other_shapes_are_infinitely_different(tiny):
     images = torch.randn(1, 3, 32, 32)
     wanted = tiny(images, cores=4)
 
-    def run(images, cores):
+    def run(images, cores, keep):
         out = tiny(images, cores=cores)
         return {
             "cls": out.cls * torch.nan,
@@ -186,7 +215,9 @@ def test_nan_and_other_shapes_are_infinitely_different(tiny):
             "core_xy": out.core_xy,
         }
 
-    found = verify.check(run, tiny, images, 4).differences
+    check = verify.check(run, tiny, images, 4)
+    found = check.differences
+    assert not check.agreement["cls"] >= 0 and check.agreement["patches"] == -1
     assert found["cls"] == found["patches"] == float("inf")
     assert found["core_tokens"] == pytest.approx(0.5, rel=1e-4)
     assert found["core_xy"] == 0
@@ -207,7 +238,7 @@ def test_budgets_to_check():
 
 
 def test_a_budget_asked_for_twice_is_one_file(tiny):
-    assert _check(tiny, "torch-export", [4, 2, 4], None, "float32", "x", None) == [4, 2]
+    assert _check(tiny, "torch-export", [4, 2, 4], None, ["fp32"], "x", None) == [4, 2]
 
 
 @pytest.mark.slow

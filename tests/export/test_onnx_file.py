@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -61,6 +63,7 @@ def test_the_report_says_what_was_checked(model, onnx_any):
     assert report["opset"] >= 18
     verification = report["verification"]
     assert verification["traced"] == {"batch": 2, "patches": [3, 5]}
+    assert verification["on"] == "photos of the package"
     checked = {(c["batch"], c["height"], c["width"], c["cores"]) for c in verification["checks"]}
     assert checked == {
         (batch, *size, cores)
@@ -109,7 +112,7 @@ def test_a_budget_out_of_range_is_refused_in_words(onnx_any, cores):
 
 
 def test_fixed_budget_size_and_half_precision(model, tmp_path):
-    (entry,) = export_model(model, tmp_path, cores=4, size=(64, 96), dtype="float16")
+    (entry,) = export_model(model, tmp_path, cores=4, size=(64, 96), precision="fp16")
     assert entry.path.name == "veca_cores4_64x96_float16.onnx"
     assert [(c.batch, c.height, c.width, c.cores) for c in entry.checks] == [
         (1, 64, 96, 4),
@@ -158,9 +161,77 @@ def test_a_file_that_merges_is_the_model_at_sizes_that_were_not_traced(model, on
 def test_a_file_says_what_share_goes_on(onnx_half):
     assert onnx_half.path.name == "small_anycores_keep0.5.onnx" and onnx_half.keep == 0.5
     verification = json.loads(onnx_half.report.read_text())["verification"]
-    assert {check["images"] for check in verification["checks"]} == {"noise", "photos"}
-    assert verification["turned"] == verification["turned_allowed"] == 0
+    assert {check["keep"] for check in verification["checks"]} == {0.5}
     assert onnx_half.max_difference < 1e-4
+
+
+def test_one_file_for_any_share_of_tokens_in_int8(model, onnx_int8):
+    """Budget, share, batch and size are inputs of one file, whose operators are all standard."""
+    onnx = pytest.importorskip("onnx")
+    proto = onnx.load(onnx_int8.path)
+    assert {node.domain for node in proto.graph.node} == {""}
+    kinds = [node.op_type for node in proto.graph.node]
+    assert kinds.count("MatMulInteger") == 2 * 7 + 1  # of each block, and the projection
+    exported = load_exported(onnx_int8.path)
+    assert (exported.cores, exported.keep) == (None, None)
+    for keep, size in itertools.product((1.0, 0.7, 0.25), ((112, 80), (64, 144))):
+        images = model.preprocess(bundled_photos()[:2], size).pixels
+        with torch.no_grad():
+            wanted = model(images, cores=7, keep=keep)
+        found = exported(images, 7, keep)
+        agreed = torch.cosine_similarity(found.patches, wanted.patches, dim=-1).mean()
+        assert 0.99 < agreed < 1 - 1e-6  # in 8 bit, and not float in disguise
+    with pytest.raises(InputError, match="keep"):
+        exported(images, 7, 0.2)
+    opened = session(onnx_int8.path)
+    inputs = {"images": images.numpy(), "cores": np.array(7)}
+    with pytest.raises(Fail, match=r"keep .*0\.25"):
+        opened.run(NAMES, {**inputs, "keep": np.array(0.2, np.float32)})
+    assert onnx_int8.agreement.cls > 0.99 and onnx_int8.dtype == "int8"
+    report = json.loads(onnx_int8.report.read_text())
+    assert report["verification"]["gate"] == {"cls": 0.9, "patches": 0.9}
+    assert {check["keep"] for check in report["verification"]["checks"]} == {1.0, 0.5, 0.25}
+
+
+def test_onnxruntime_fuses_what_is_written(onnx_int8, tmp_path):
+    """Scales into the products of 8 bit, and attention's transposes into its products."""
+    onnx = pytest.importorskip("onnx")
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(tmp_path / "fused.onnx")
+    onnxruntime.InferenceSession(str(onnx_int8.path), options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "fused.onnx").graph.node]
+    assert kinds.count("MatMulIntegerToFloat") == 2 * 7 + 1 and "MatMulInteger" not in kinds
+    assert kinds.count("FusedMatMul") == 2 * 2  # the scores of cores and of patches, by block
+
+
+def test_weights_in_bfloat16(model, tmp_path):
+    (entry,) = export_model(model, tmp_path, cores=4, size=(64, 96), precision="bf16")
+    assert entry.path.name == "veca_cores4_64x96_bfloat16.onnx"
+    (single,) = export_model(model, tmp_path, cores=4, size=(64, 96))
+    assert entry.bytes < 0.7 * single.bytes
+    images = model.preprocess(bundled_photos()[:2], (64, 96)).pixels
+    rounded = copy.deepcopy(model)
+    for parameter in rounded.parameters():
+        if parameter.numel() >= 256:
+            parameter.data = parameter.data.bfloat16().float()
+    with torch.no_grad():
+        wanted = rounded(images, cores=4).patches
+    found = load_exported(entry.path)(images).patches
+    # The scale of the scores, a power of two or not, is in the weights before they are rounded.
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2)
+
+
+def test_a_file_of_another_opset_is_refused_in_a_line(onnx_any, tmp_path):
+    onnx = pytest.importorskip("onnx")
+    proto = onnx.load(onnx_any.path)
+    proto.opset_import[0].version = 99
+    path = tmp_path / "new.onnx"
+    del proto.metadata_props[:]
+    path.write_bytes(proto.SerializeToString())
+    with pytest.raises(ExportError, match="opset 99") as raised:
+        load_exported(path)
+    assert "\n" not in str(raised.value)
 
 
 def test_load_exported_is_called_like_the_model(model, onnx_any):

@@ -73,7 +73,7 @@ def test_a_size_off_the_grid_is_refused(program):
 
 def test_fixed_budget_size_and_half_precision(model, tmp_path):
     (entry,) = export_model(
-        model, tmp_path, to="torch-export", cores=[4], size=(64, 96), dtype="float16"
+        model, tmp_path, to="torch-export", cores=[4], size=(64, 96), precision="fp16"
     )
     assert entry.path.name == "veca_cores4_64x96_float16.pt2"
     exported = load_exported(entry.path)

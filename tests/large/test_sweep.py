@@ -229,7 +229,7 @@ def test_features_in_memory_are_made_again(tiny, tmp_path):
     assert np.array_equal(out.features, large.features(tiny, picture, tile=3).features)
 
 
-@pytest.mark.parametrize("damage", ["sums", "states", "layer", "empty"])
+@pytest.mark.parametrize("damage", ["sums", "flipped", "states", "layer", "empty"])
 def test_what_is_damaged_is_computed_again(tiny, tmp_path, damage):
     picture, state = photo(), tmp_path / "state"
     wanted = large.features(tiny, picture, tile=3).features
@@ -237,6 +237,9 @@ def test_what_is_damaged_is_computed_again(tiny, tmp_path, damage):
         large.features(tiny, picture, state=state, tile=3, spill="disk", progress=stop_at(50))
     if damage == "sums":
         (state / "sums.safetensors").write_bytes(b"half")
+    elif damage == "flipped":  # among the sums' numbers
+        path = state / "sums.safetensors"
+        path.write_bytes(path.read_bytes()[:-70] + b"\x3e" + path.read_bytes()[-69:])
     elif damage == "layer":
         path = state / "layer-003.safetensors"
         path.write_bytes(path.read_bytes()[:-9])
@@ -396,6 +399,32 @@ def test_a_source_that_fails(tiny, tmp_path):
     told = []
     large.features(tiny, photo(), tmp_path / "f.npy", tile=3, progress=lambda *a: told.append(a[0]))
     assert told[0] == 6
+
+
+def test_what_a_kill_leaves_half_written_goes(tiny, tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    (state / ".manifest.json.999999999-0123abcd.tmp").write_text("{")
+    with pytest.raises(Stopped):
+        large.features(tiny, photo(), state=state, tile=3, progress=stop_at(50))
+    (state / ".layer-003.safetensors.999999999-0123abcd.tmp").write_bytes(b"half")
+    (state / "sums.new").write_bytes(b"half")
+    large.features(tiny, photo(), state=state, tile=3)
+    assert not state.exists()
+
+
+@pytest.mark.parametrize("moment", [7, 40])
+def test_a_folder_that_is_removed_meanwhile_is_told(tiny, tmp_path, moment):
+    out = tmp_path / "out" / "features.npy"
+
+    def remove(done, total):
+        if done == moment:
+            shutil.rmtree(out.parent)
+
+    with pytest.raises(OutputError, match=r"features\.npy"):
+        large.features(tiny, photo(), out, tile=3, spill="disk", progress=remove)
+    again = large.features(tiny, photo(), out, tile=3, spill="disk")
+    assert again.grid == (10, 14) and names(out.parent) == ["features.npy"]
 
 
 def test_two_passes_do_not_share_a_folder(tiny, tmp_path):

@@ -510,3 +510,14 @@ def test_every_family_is_in_this_transformers():
         if not hasattr(package, family.architecture)
     }
     assert missing <= {"RadioModel"}  # younger than transformers 5
+
+
+@pytest.mark.parametrize(
+    "mean", [3, [1, 2], ["a", "b", "c"], [1, 2, 10**400], [[1, 2, 3]], {"r": 1}, [True, 1, 1]]
+)
+def test_odd_normalisation_is_refused(mean, tmp_path):
+    dinov3().save_pretrained(tmp_path)
+    fields = {"image_mean": mean, "image_std": [0.5] * 3}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    with pytest.raises(TeacherError, match=r"preprocessor_config\.json: image_mean"):
+        load_teacher(tmp_path)

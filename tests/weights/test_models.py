@@ -127,3 +127,10 @@ def test_transformers_keeps_it_too(own: Path, tmp_path: Path) -> None:
     for folder in ("one", "two"):
         assert read_provenance(tmp_path / folder)["steps"] == 7
         assert (tmp_path / folder / "targets.safetensors").read_bytes() == b"scales"
+
+
+def test_heads_are_refused_by_their_name_in_timm() -> None:
+    assert veca.create_model("tiny", num_classes=0).num_features == 192
+    for pretrained in (False, True):
+        with pytest.raises(ConfigError, match="head"):
+            veca.create_model("tiny", pretrained, num_classes=10)

@@ -21,6 +21,7 @@ PARTS = {
     "probe": "features for probes",
     "images": "decoded images for training",
     "index": "lists of images found",
+    "web": "the runtime of exported pages",
 }
 """What can be made again, and so be removed. Anything else, such as weights, is the user's."""
 LIMIT_VARIABLE = "VECA_CACHE_LIMIT"

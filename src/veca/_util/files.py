@@ -359,11 +359,19 @@ def read_json(path: Path, error: type[VecaError]) -> dict[str, Any]:
     return parse_json(read_text(path, error), path, error)
 
 
+def from_json(text: str | bytes, **options: Any) -> Any:
+    """`json.loads`, with a ValueError whatever is wrong: lists in lists without end among it."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
+
+
 def parse_json(text: str | bytes, where: object, error: type[VecaError]) -> dict[str, Any]:
     """The JSON object that is in a text of the file `where`."""
     try:
-        value = json.loads(text, parse_constant=_no_number, parse_float=_finite)
-    except (ValueError, RecursionError) as problem:
+        value = from_json(text, parse_constant=_no_number, parse_float=_finite)
+    except ValueError as problem:
         raise error(f"{where} is not valid JSON ({problem}); fetch or write it again.") from problem
     if not isinstance(value, dict):
         raise error(f"{where} must hold a JSON object of named fields, got {type(value).__name__}.")

@@ -122,7 +122,7 @@ def _dials(handlers: Handlers) -> dict[str, Dial]:
     dials = (
         Dial("cores", "budget (cores)", 1, most, min(DEFAULT_CORES, most), 1, "redraw"),
         Dial("keep", "tokens kept", LEAST_KEEP, 1, 1, 0.05, "redraw"),
-        Dial("size", "size (short side, px)", 128, largest, DEFAULT_SIZE, 64, "relook"),
+        Dial("size", "size (px)", 128, largest, DEFAULT_SIZE, 64, "relook"),
         Dial("layer", "layer", 1, depth, depth, 1, "attention"),
         Dial("core", "core", 1, most, 1, 1, "attention"),
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from veca._util.cuda import side_stream
 from veca._util.memory import is_out_of_memory, peak_tensor_memory
-from veca.checks import check_budget, check_share
+from veca.checks import check_budget, check_keep
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
 from veca.engine import compile_for_inference
@@ -193,7 +193,7 @@ def check_shares(keep: Sequence[float | str]) -> list[float]:
     """Refuse shares of tokens that cannot be timed; each once."""
     if not keep:
         raise InputError("keep is empty; give at least one share of patch tokens, such as 0.5.")
-    return list(dict.fromkeys(check_share(share) for share in keep))
+    return list(dict.fromkeys(check_keep(share) for share in keep))
 
 
 def contenders_for(

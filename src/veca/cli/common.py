@@ -30,7 +30,13 @@ if TYPE_CHECKING:
 console = Console()
 
 Weights = Annotated[str, typer.Option(help="A name, a folder, a .safetensors file or a hub id.")]
-Cores = Annotated[int | None, typer.Option(help="The budget.", show_default="all the model has")]
+AutoCores = Annotated[
+    str | None,
+    typer.Option(
+        help="The budget; or auto: what --agreement takes at this size.",
+        show_default="all the model has",
+    ),
+]
 Keep = Annotated[
     str | None,
     typer.Option(
@@ -141,6 +147,18 @@ def parse_size(text: str | None) -> int | tuple[int, int] | None:
 def parse_stored_size(text: str | None) -> int | tuple[int, int] | Literal["auto"] | None:
     """As `parse_size`; what was not given is "auto"."""
     return "auto" if text is None else parse_size(text)
+
+
+def parse_cores(text: str | None) -> int | str | None:
+    """'32' -> 32; 'auto' as it is; None, which is all, stays."""
+    if text is None or text.strip() == "auto":
+        return text and text.strip()
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"--cores must be a whole number, the budget, or auto; got {text!r}."
+        ) from None
 
 
 def parse_keep(text: str | None) -> float | str | None:

@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from veca.cli.bench import bench
 from veca.cli.cache import cache
+from veca.cli.calibrate import calibrate
 from veca.cli.common import PointOptions, takes_max_pixels, takes_point
 from veca.cli.datasets import datasets
 from veca.cli.demo import demo
@@ -91,13 +92,13 @@ app = typer.Typer(
 _UsageError: Any = typer.BadParameter.__base__
 
 _READ_IMAGES = {
-    *(quickstart, features, viz, demo, pack, distill, probe, embed, search, tune),
+    *(quickstart, features, viz, demo, pack, distill, probe, embed, search, tune, calibrate),
     *(large, read),
 }
 _FEATURES: PointOptions = {
     "weights": ("weights", str),
     "size": ("size", str),
-    "cores": ("cores", lambda cores: cores),
+    "cores": ("cores", str),
     "keep": ("keep", str),
     "agreement": ("agreement", float),
     "precision": ("precision", str),
@@ -125,7 +126,7 @@ for command in (
     *(quickstart, info, features, viz, demo),
     *(pack, recipes, distill, datasets, probe, report),
     *(embed, search, large, read),
-    *(bench, tune, export, import_, publish),
+    *(bench, tune, calibrate, export, import_, publish),
     *(cache,),
 ):
     run = takes_max_pixels(command) if command in _READ_IMAGES else command

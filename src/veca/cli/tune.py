@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from veca._util import numbers
 from veca.cli.common import (
     Device,
     Images,
@@ -116,8 +117,8 @@ def tune(
     facts = tuning.conditions
     if facts["enlarged"]:
         say(
-            f"warning: {facts['enlarged']} of {facts['photos']} photos are smaller than "
-            f"{tuning.reference.size} px and were enlarged, which flatters small points."
+            f"warning: of {numbers.count(facts['photos'], 'photo')} {facts['enlarged']} smaller "
+            f"than {tuning.reference.size} px had to be enlarged, which flatters small points."
         )
     point = tuning.choose(wish) if wish else None
     written = []
@@ -163,8 +164,8 @@ def _table(tuning: Tuning) -> Table:
 
     facts = tuning.conditions
     table = Table(
-        title=f"{tuning.weights}, {tuning.machine}, {facts['threads']} thread(s), "
-        f"{facts['photos']} photos",
+        title=f"{tuning.weights}, {tuning.machine}, {numbers.count(facts['threads'], 'thread')}, "
+        f"{numbers.count(facts['photos'], 'photo')}",
         caption=f"points that no other beats; agreement with {tuning.reference}",
     )
     for name in ("size", "cores", "keep", "precision", "ms", "images/s", "CLS", "patches"):

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from veca._util.files import atomic_write, open_file
+from veca._util.files import atomic_write, from_json, open_file
 from veca.data.decode import EncodedImage, check_shape, shaped
 from veca.data.faults import LIMIT, Faults, OnBad
 from veca.data.index import digest
@@ -211,7 +211,7 @@ class InMemoryImages:
             Names(arrays["text"], arrays["ends"]),
             mode=head["mode"],
             source_fingerprint=head["fingerprint"],
-            bad=[(name, reason) for name, reason in json.loads(arrays["bad"].tobytes() or b"[]")],
+            bad=[(name, reason) for name, reason in from_json(arrays["bad"].tobytes() or b"[]")],
         ).to(device)
 
 
@@ -358,7 +358,7 @@ def _read_file(path: Path) -> tuple[dict[str, str], dict[str, NDArray]]:
             length = int.from_bytes(file.read(8), "little")
             if length > 2**20:
                 raise DataError(f"{path}: {wrong}.")
-            head = json.loads(file.read(length))
+            head = from_json(file.read(length))
         about = head.pop("__metadata__")
         if about["format"] != _FORMAT:
             raise DataError(f"{path}: {wrong}.")

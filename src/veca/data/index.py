@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca._util.cache import cache_folder
-from veca._util.files import atomic_write
+from veca._util.files import atomic_write, from_json
 from veca.data.names import Names
 from veca.errors import DataError, VecaError
 from veca.images import EXTENSIONS, extensions
@@ -141,7 +141,7 @@ def _load(path: Path, folder: Path) -> FolderIndex | None:
     if arrays is None:
         return None
     try:
-        head = json.loads(arrays["head"].tobytes())
+        head = from_json(arrays["head"].tobytes())
         names = Names(arrays["text"], arrays["ends"])
         index = FolderIndex(names, arrays["sizes"], arrays["times"], head["passed_over"])
         if head["version"] != VERSION or head["folder"] != str(folder):

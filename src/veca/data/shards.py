@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import tarfile
 import threading
@@ -21,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca._util.cache import cache_folder
-from veca._util.files import check_regular
+from veca._util.files import check_regular, from_json
 from veca.data.index import VERSION, digest, load_arrays, save_arrays
 from veca.data.names import Names
 from veca.errors import DataError
@@ -162,7 +161,7 @@ def shard_index(path: Path, *, cache: Path | None = None) -> ShardIndex:
 def _recall(kept: Path, head: list[Any]) -> ShardIndex | None:
     arrays = load_arrays(kept)
     try:
-        if arrays is None or json.loads(arrays["head"].tobytes()) != head:
+        if arrays is None or from_json(arrays["head"].tobytes()) != head:
             return None
         names = Names(arrays["text"], arrays["ends"])
         return ShardIndex(names, arrays["offsets"], arrays["sizes"])

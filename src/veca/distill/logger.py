@@ -258,20 +258,25 @@ def read_metrics(out: str | os.PathLike[str], kind: str = "train") -> list[dict[
     """The records of a run's metrics.jsonl: of kind "train", "validation" or "skipped"."""
     path = Path(out) / METRICS
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _lines(path)
     except OSError as error:
         raise DistillError(f"cannot read {path} ({error.strerror}); is {out} a run?") from error
     records = [record for line in lines if (record := _parsed(line)) is not None]
     return [record for record in records if record.get("kind") == kind]
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()
+
+
 def _parsed(line: str) -> dict[str, Any] | None:
-    """A record; None for the half line that a kill may leave."""
+    """A record; None for the half line that a kill may leave, or a damaged one."""
     try:
-        record = json.loads(line)
+        record = files.from_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    whole = isinstance(record, dict) and isinstance(record.get("step", 0), int)
+    return record if whole else None
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -279,7 +284,7 @@ def _drop_after(path: Path, step: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines() if step else []
+    lines = _lines(path) if step else []
     kept = [x for x in lines if (r := _parsed(x)) is not None and r.get("step", 0) <= step]
     files.atomic_write_text(path, "".join(f"{line}\n" for line in kept))
 
@@ -344,7 +349,7 @@ def write_run(out: Path, about: Mapping[str, Any], launch: Mapping[str, Any]) ->
     path = out / RUN
     launches = []
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        launches = list(json.loads(path.read_text(encoding="utf-8"))["launches"])
+        launches = list(files.from_json(path.read_text(encoding="utf-8"))["launches"])
     if not launch.get("from_step"):
         launches = []
     entry = {"command": sys.argv, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **launch}

@@ -69,7 +69,7 @@ def embed(
     out: str | os.PathLike[str],
     *,
     weights: str | os.PathLike[str] | Veca = "veca_tiny_patch16",
-    cores: int | None = None,
+    cores: int | str | None = None,
     keep: float | str | None = None,
     agreement: float | None = None,
     size: AutoSize = AUTO,
@@ -107,9 +107,11 @@ def embed(
             `veca.embed.sources`. Or an `ImageSource`.
         out: a new folder, or one that an earlier run with the same settings has begun.
         weights: a name, a folder, a .safetensors file, a hub id, or a model.
-        cores: the budget; by default the whole bank.
-        keep: the share of patch tokens that go on after merging, 0.2..1; by default all.
-        agreement: with keep="auto", the promised cosine with the full pass.
+        cores: the budget; by default the whole bank. "auto": what the weights' calibration says for
+            this size.
+        keep: the share of patch tokens that go on after merging, 0.2..1; by default all. "auto":
+            each image gets what its content needs.
+        agreement: with "auto", the promised cosine with the full pass; 0.98 by default.
         size: short side in pixels, (height, width), or None for each image's own size. Images are
             resized to the nearest size on the patch grid. By default "auto": that of the folder, or
             512 (`veca.config.DEFAULT_SIZE`) in a new one.

@@ -29,8 +29,7 @@ from torch import Tensor
 from veca._util.files import place_for
 from veca._util.numbers import count
 from veca._util.threads import batches_at_once
-from veca.checks import check_agreement, check_budget, check_keep, check_model
-from veca.config import AUTO as CHOSEN
+from veca.checks import check_dials, check_model
 from veca.embed.estimate import DiskEstimate, estimate, warn_of_memory
 from veca.embed.pca import FILE as PCA_FILE
 from veca.embed.pca import Reduction, Sample, sample_size
@@ -93,7 +92,7 @@ def extract(
     sources: Sources,
     out: Source,
     *,
-    cores: int | None = None,
+    cores: int | str | None = None,
     keep: float | str | None = None,
     agreement: float | None = None,
     size: AutoSize = AUTO,
@@ -118,9 +117,11 @@ def extract(
             `veca.embed.sources`.
         out: a folder, or a file ending in .npz or .safetensors that holds all images (with
             patches only if all their grids agree).
-        cores: the budget; by default the whole bank.
-        keep: the share of patch tokens that go on after merging, 0.2..1; by default all.
-        agreement: with keep="auto", the promised cosine with the full pass.
+        cores: the budget; by default the whole bank. "auto": what the weights' calibration says for
+            this size.
+        keep: the share of patch tokens that go on after merging, 0.2..1; by default all. "auto":
+            each image gets what its content needs.
+        agreement: with "auto", the promised cosine with the full pass; 0.98 by default.
         size, fit: how images come onto the patch grid; see `veca.preprocess`. The size is by
             default "auto": that of the folder, or 512 (`veca.config.DEFAULT_SIZE`) in a new one.
         what: "cls", "patches" or both.
@@ -254,7 +255,7 @@ def extract(
 
 def _settings(
     model: Veca,
-    cores: int | None,
+    cores: int | str | None,
     keep: float | str | None,
     agreement: float | None,
     size: AutoSize,
@@ -266,20 +267,22 @@ def _settings(
 ) -> dict[str, Any]:
     """Everything that decides what the numbers are, as JSON types."""
     wanted = list(checked_what(what))
+    pixels = resolved_size(size, model.config, there)
+    dials = check_dials(model, cores, keep, agreement, pixels)
     check_choice("dtype of the written features", dtype, DTYPES)
     check_choice("fit", fit, FITS)
     return {
         "weights": weights_hash(model),
         "config": model.config.to_dict(),
-        "cores": check_budget(cores, model.config.num_cores),
-        "size": resolved_size(size, model.config, there),
+        "cores": dials.cores,
+        "size": pixels,
         "fit": fit,
         "what": wanted,
         "dtype": dtype,
         "width": resolved_width(width, model.config, wanted, there),
         "pca": None,
-        "keep": check_keep(keep),
-        "agreement": check_agreement(agreement, cores, keep),
+        "keep": dials.keep,
+        "agreement": dials.agreement,
     }
 
 
@@ -491,7 +494,7 @@ def _compute(
             "crop_box": image.crop_box[0],
         }
         numbers = {name: np.array(value, dtype=np.int64) for name, value in facts.items()}
-        if settings["keep"] not in (1, CHOSEN):
+        if isinstance(settings["keep"], float) and settings["keep"] != 1:
             numbers["keep"] = np.array(settings["keep"])
         results.append(Result(item, {**{k: v[i] for k, v in features.items()}, **numbers}))
     return results

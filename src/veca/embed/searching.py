@@ -23,7 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from veca._util.extras import require
-from veca._util.files import atomic_write_json, commit, remove_leftovers, temporary_beside
+from veca._util.files import (
+    atomic_write_json,
+    commit,
+    from_json,
+    remove_leftovers,
+    temporary_beside,
+)
 from veca.data.decode import EncodedImage
 from veca.embed.pca import FILE as PCA_FILE
 from veca.embed.pca import load as load_reduction
@@ -214,7 +220,7 @@ class Collection:
     def _known_recall(self, path: Path) -> float:
         """That of the index, measured once and kept beside it."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return float(json.loads(path.read_text("utf-8"))["recall"])
+            return float(from_json(path.read_text("utf-8"))["recall"])
         recall = self._measured_recall()
         facts = {"recall": recall, "queries": _RECALL_OF, "neighbours": _RECALL_TOP}
         if path.with_suffix(".usearch").exists():

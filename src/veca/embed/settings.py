@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from veca.checks import check_agreement, check_budget, check_keep
+from veca.checks import check_dials
 from veca.config import DEFAULT_SIZE, VecaConfig
 from veca.embed.pipeline import DTYPES, WHAT, feature_widths
 from veca.errors import InputError, at_least, check_choice
@@ -65,7 +65,7 @@ class Settings:
         cls,
         model: Veca,
         *,
-        cores: int | None,
+        cores: int | str | None,
         size: AutoSize,
         fast_jpeg: bool,
         patches: bool,
@@ -80,11 +80,13 @@ class Settings:
         """Check what a user asked for; "auto" is what is `there` already, or else the default."""
         check_choice("dtype of the stored features", dtype, DTYPES)
         found = None if there is None else there.to_dict()
+        pixels = resolved_size(size, model.config, found)
+        dials = check_dials(model, cores, keep, agreement, pixels)
         return cls(
             weights=weights_hash(model),
             config=model.config.to_dict(),
-            cores=check_budget(cores, model.config.num_cores),
-            size=resolved_size(size, model.config, found),
+            cores=dials.cores,
+            size=pixels,
             fast_jpeg=bool(fast_jpeg),
             patches=bool(patches),
             dtype=dtype,
@@ -97,8 +99,8 @@ class Settings:
                 WHAT if patches else WHAT[:1],
                 found,
             ),
-            keep=check_keep(keep),
-            agreement=check_agreement(agreement, cores, keep),
+            keep=dials.keep,
+            agreement=dials.agreement,
         )
 
     @classmethod

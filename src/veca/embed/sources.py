@@ -8,15 +8,19 @@ folders are not followed. Names that begin with a dot are passed over.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
+from PIL import Image
+
 from veca.data.decode import NamedBytes
 from veca.data.sources import FolderSource, ImageSource, JoinedSource, ListSource, open_source
-from veca.errors import DataError, SourceError
+from veca.errors import DataError, SourceError, VecaError
+from veca.images import read_image
 
 Source: TypeAlias = "str | os.PathLike[str]"
 Sources: TypeAlias = "Source | ImageSource | Iterable[Source | ImageSource]"
@@ -45,6 +49,25 @@ def to_read(source: ImageSource, index: int) -> Path | io.BytesIO:
     if isinstance(source, (FolderSource, ListSource)):
         return Path(name)
     return NamedBytes(source.read(index), name)
+
+
+def drawn(photos: Sources) -> Iterator[tuple[str, Image.Image]]:
+    """Photos in an order that says nothing of them but their names, with the hash of their bytes.
+
+    What cannot be read is passed over.
+    """
+    source = open_images(photos)
+
+    def rank(index: int) -> bytes:
+        return hashlib.sha256(os.fsencode(Path(source.name(index)).name)).digest()
+
+    for index in sorted(range(len(source)), key=rank):
+        try:
+            key = hashlib.sha256(source.read(index)).hexdigest()
+            image = read_image(to_read(source, index))
+        except (VecaError, OSError):
+            continue
+        yield key, image
 
 
 def state_of(path: Path) -> tuple[int, int]:

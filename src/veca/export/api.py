@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -14,21 +15,27 @@ import torch
 
 from veca._util import files
 from veca._util.numbers import count
-from veca.checks import check_budget, check_model, check_share
+from veca.checks import check_budget, check_keep, check_model
 from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
-from veca.export.graph import OUTPUTS, TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
+from veca.export.arranged import arrange
+from veca.export.graph import TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
+from veca.export.precision import (
+    NAMES,
+    check_gate,
+    check_precisions,
+)
+from veca.merging import LEAST_OPEN_KEEP
 from veca.model import Veca
+from veca.quantization import Agreement, equalised
 from veca.version import __version__
 from veca.weights import weights_hash
 from veca.weights.store import file_hash
 
 FORMATS = {"onnx": ".onnx", "torch-export": ".pt2"}
 """Formats, and the suffixes of their files."""
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
-"""What an exported file can compute in."""
 ANY = "any"
-"""In place of a budget: one file that takes the budget as its second input."""
+"""In place of a budget or a share of tokens: one file that takes it as an input."""
 
 Size = tuple[int, int]
 
@@ -49,9 +56,10 @@ class Exported:
     format: str
     cores: int | str
     """The budget, or "any"."""
-    keep: float
-    """The share of patch tokens that go on."""
+    keep: float | str
+    """The share of patch tokens that go on, or "any"."""
     dtype: str
+    """float32, float16, bfloat16 or int8."""
     size: Size | None
     """(height, width) in pixels, or None if any on the grid will do."""
     bytes: int
@@ -62,6 +70,12 @@ class Exported:
         """Largest absolute difference from the float32 model, over all outputs and checks."""
         return max(check.max_difference for check in self.checks)
 
+    @property
+    def agreement(self) -> Agreement:
+        """Least agreement with the float32 model on the photos of a check, of CLS and patches."""
+        found = [check.agreement for check in self.checks]
+        return Agreement(*(min(one[name] for one in found) for name in ("cls", "patches")))
+
 
 def export_model(
     model: Veca,
@@ -71,47 +85,64 @@ def export_model(
     cores: Sequence[int | str] | int | str = ANY,
     keep: float | str | None = None,
     size: Size | None = None,
-    dtype: str = "float32",
+    precision: str | Sequence[str] = "fp32",
     name: str = "veca",
     check_sizes: Sequence[Size] | None = None,
+    data: verify.Photo | Sequence[verify.Photo] | None = None,
+    gate: Agreement | tuple[float, float] | float | None = None,
     progress: Callable[[str], None] | None = None,
+    dtype: str | None = None,
 ) -> list[Exported]:
     """Write a model as files that run without this package, each checked against it.
 
     Every file takes `images` [batch, 3, height, width], float32 and normalised, and gives `cls`
     [batch, D], `patches` [batch, N, D], `core_tokens` [batch, C, D] and `core_xy` [batch, C, 2],
     the parts of `VecaOutput`. The batch is open, and so are height and width unless `size` is
-    given. A file that fails its checks is not kept.
+    given. Each file is compared with the float32 model on photos; one that fails is not written.
 
     Args:
         out: the folder to write to, made if need be.
         to: "onnx", or "torch-export" for a .pt2 file.
-        cores: a budget or several, one file each; "any" makes one file with a second input
-            `cores` (int64, no axes).
-        keep: the share of patch tokens that go on, as in `Veca.forward`; part of the file. Such a
-            file is compared with the model on photos as well.
+        cores: a budget or several, one file each; "any" makes one file with an input `cores`
+            (int64, no axes).
+        keep: the share of patch tokens that go on, as in `Veca.forward`; part of the file. "any"
+            makes a file with an input `keep` (float32, no axes; 0.25 to 1).
         size: (height, width) in pixels, to fix them.
-        dtype: "float32", or "float16" to compute in half precision; features come out in it.
+        precision: "fp32"; "fp16" to compute in half precision, features come out in it; "bf16",
+            the same in a .pt2 file, while ONNX keeps the weights so and computes in float32;
+            "int8" for the linear layers (ONNX only). Several: one file each.
         name: what the files' names begin with.
         check_sizes: (height, width) at which an open file is compared with the model.
+        data: photos to compare on, and to prepare the weights of int8 with: files, folders,
+            patterns. By default those of the package.
+        gate: the least agreement, for a precision below fp32: (CLS, patches), or one for both.
+            By default `veca.export.GATES`.
         progress: is told in words what is being done.
+        dtype: what 0.1 called the precision.
     """
     check_model(model, "export_model")
-    budgets = _check(model, to, cores, size, dtype, name, check_sizes)
-    share = check_share(keep)
+    precisions = check_precisions(precision, dtype)
+    floors = {one: check_gate(gate, one) for one in precisions}
+    share = ANY if keep == ANY else check_keep(keep)
+    budgets = _check(model, to, cores, size, precisions, name, check_sizes)
+    photos = verify.photos_for(data)
     folder = files.place_for(out)
     _require_writable(folder)
     say = progress or (lambda _: None)
     reference = frozen_copy(model, torch.float32)
-    traced = reference if dtype == "float32" else frozen_copy(model, DTYPES[dtype])
     tensors = weights_hash(model)
     written = []
-    for budget in budgets:
-        facts = _facts(model, to, budget, share, size, dtype, tensors)
-        path = folder / f"{_stem(name, budget, share, size, dtype)}{FORMATS[to]}"
+    for one, budget in itertools.product(precisions, budgets):
+        facts = _facts(model, to, budget, share, size, one, tensors)
+        path = folder / f"{_stem(name, budget, share, size, one)}{FORMATS[to]}"
         with files.temporary_beside(path) as temporary:
             say(f"tracing {path.name}")
-            program = trace(traced, None if budget == ANY else int(budget), size, share)
+            program = trace(
+                _to_trace(model, to, one, photos),
+                None if budget == ANY else int(budget),
+                size,
+                None if share == ANY else float(share),
+            )
             with files.output_errors(path):
                 _WRITERS[to](program, temporary, facts)
             del program  # it holds the weights, as does what comes next
@@ -120,17 +151,32 @@ def export_model(
                 _RUNNERS[to](temporary),
                 reference,
                 cores=_budgets_to_check(budget, model.config.num_cores),
-                keep=share,
+                keeps=_OPEN_KEEPS if share == ANY else [float(share)],
                 sizes=[size] if size else _sizes_to_check(model, check_sizes),
+                photos=photos,
             ):
                 say(
                     f"checking {path.name}: {check.batch} x {check.height} x {check.width}, "
                     f"{check.cores} cores, differs by {check.max_difference:.1e}"
                 )
-                _require_same(check, path, DTYPES[dtype])
+                _require_same(check, path, one, floors[one])
                 checks.append(check)
-            written.append(_keep(temporary, path, facts, size, checks))
+            written.append(_keep(temporary, path, facts, size, checks, floors[one], data))
     return written
+
+
+_OPEN_KEEPS = (1.0, 0.5, LEAST_OPEN_KEEP)
+"""Where a file for any share is compared with the model."""
+
+
+def _to_trace(model: Veca, to: str, precision: str, photos: Sequence[Path]) -> Veca:
+    """What is traced for a precision. ONNX files of bf16 and int8 begin in float32."""
+    dtypes = {"fp16": torch.float16}
+    if to != "onnx":
+        return frozen_copy(model, {**dtypes, "bf16": torch.bfloat16}.get(precision, torch.float32))
+    if precision == "int8" and model.config.in_channels == 3:
+        model = equalised(model, photos)
+    return arrange(frozen_copy(model, dtypes.get(precision, torch.float32)))
 
 
 def _require_writable(folder: Path) -> None:
@@ -144,7 +190,13 @@ def _require_writable(folder: Path) -> None:
 
 
 def _keep(
-    temporary: Path, path: Path, facts: dict[str, Any], size: Size | None, checks: list[Any]
+    temporary: Path,
+    path: Path,
+    facts: dict[str, Any],
+    size: Size | None,
+    checks: list[Any],
+    gate: Agreement | None,
+    data: object,
 ) -> Exported:
     """Put a file that passed its checks in place, and the report beside it."""
     report = report_of(path)
@@ -164,7 +216,7 @@ def _keep(
         "bytes": entry.bytes,
         "sha256": file_hash(temporary),
         **facts,
-        "verification": _verification(entry),
+        "verification": _verification(entry, gate, data),
     }
     with files.output_errors(report):
         report.unlink(missing_ok=True)  # never an old report beside a new file
@@ -178,13 +230,14 @@ def _check(
     to: str,
     cores: Sequence[int | str] | int | str,
     size: Size | None,
-    dtype: str,
+    precisions: Sequence[str],
     name: str,
     check_sizes: Sequence[Size] | None,
 ) -> list[int | str]:
     """Refuse what cannot be exported, before any work; return the budgets, each once."""
     check_choice("export format", to, FORMATS)
-    check_choice("dtype", dtype, DTYPES)
+    if "int8" in precisions and to != "onnx":
+        raise InputError(f"int8 files are ONNX; for {to!r} take fp16 or bf16, or to='onnx'.")
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise InputError(
             f"name must be of letters, digits, '.', '_' and '-', to begin file names; got {name!r}."
@@ -201,7 +254,9 @@ def _check(
     budgets = [b if b == ANY else _budget(b, model.config.num_cores) for b in listed]
     if to == "onnx":
         onnx_file.require_onnx()
-        number = torch.finfo(DTYPES[dtype]).bits // 8
+        number = (
+            2 if list(precisions) == ["fp16"] else 4
+        )  # also where a smaller one is made of a larger
         onnx_file.check_fits(number * sum(p.numel() for p in model.parameters()))
     return list(dict.fromkeys(budgets))
 
@@ -214,11 +269,13 @@ def _budget(cores: int | str | None, num_cores: int) -> int:
     return check_budget(cores, num_cores)
 
 
-def _stem(name: str, budget: int | str, keep: float, size: Size | None, dtype: str) -> str:
+def _stem(
+    name: str, budget: int | str, keep: float | str, size: Size | None, precision: str
+) -> str:
     parts = [name, "anycores" if budget == ANY else f"cores{budget}"]
-    parts += [f"keep{keep:g}"] if keep < 1 else []
+    parts += ["anykeep"] if keep == ANY else [f"keep{keep:g}"] if float(keep) < 1 else []
     parts += [f"{size[0]}x{size[1]}"] if size else []
-    parts += [dtype] if dtype != "float32" else []
+    parts += [NAMES[precision]] if precision != "fp32" else []
     return "_".join(parts)
 
 
@@ -226,13 +283,17 @@ def _facts(
     model: Veca,
     to: str,
     budget: int | str,
-    keep: float,
+    keep: float | str,
     size: Size | None,
-    dtype: str,
+    precision: str,
     tensors: str,
 ) -> dict[str, Any]:
     c = model.config
     budget_input = {"cores": f"int64 [], from 1 to {c.num_cores}"} if budget == ANY else {}
+    if keep == ANY:
+        budget_input["keep"] = f"float32 [], from {LEAST_OPEN_KEEP} to 1"
+    # What comes out of it; within, ONNX files of bf16 and int8 know float32.
+    dtype = NAMES[precision] if precision == "fp16" or to != "onnx" else "float32"
     height, width = size or (f"{c.patch_size}*rows", f"{c.patch_size}*columns")
     patches = "rows*columns" if size is None else size[0] * size[1] // c.patch_size**2
     count = "cores" if budget == ANY else budget
@@ -241,9 +302,9 @@ def _facts(
     return {
         "format": to,
         "cores": budget,
-        **({"keep": keep} if keep < 1 else {}),
+        **({"keep": keep} if keep != 1 else {}),
         "size": "dynamic" if size is None else list(size),
-        "dtype": dtype,
+        "dtype": NAMES[precision],
         "patch_size": c.patch_size,
         "image_mean": list(c.image_mean),
         "image_std": list(c.image_std),
@@ -280,45 +341,42 @@ def _sizes_to_check(model: Veca, sizes: Sequence[Size] | None) -> list[Size]:
     return verify.sizes_on_grid(model.config.patch_size, sizes or verify.SIZES)
 
 
-def _require_same(check: verify.FileCheck, path: Path, dtype: torch.dtype) -> None:
-    if check.passes(dtype):
+_ADVICE = {
+    "fp32": "please report this with the versions of torch and onnxruntime",
+    "fp16": "it may need a wider range of numbers: take bf16 or fp32, or give a lower gate",
+    "bf16": "take fp16 or fp32, or give a lower gate",
+    "int8": "take fp16 or bf16, or give a lower gate",
+}
+
+
+def _require_same(
+    check: verify.FileCheck, path: Path, precision: str, gate: Agreement | None
+) -> None:
+    wrong = check.wrong(gate)
+    if wrong is None:
         return
-    allowed = check.allowed(dtype)
-    worst = max(OUTPUTS, key=lambda name: check.differences[name] / max(allowed[name], 1e-30))
-    advice = (
-        "its values may be out of the range of float16; export as float32"
-        if dtype == torch.float16
-        else "please report this with the versions of torch and onnxruntime"
-    )
+    keep = f", keep {check.keep:g}" if check.keep < 1 else ""
     raise ExportError(
-        f"{path.name} is not kept: with {count(check.cores, 'core')} and "
-        f"{count(check.batch, 'image')} of {check.height} x {check.width} pixels its {worst} "
-        f"differ from the model's by {check.differences[worst]:.2g}, more than "
-        f"{allowed[worst]:.2g}; {advice}."
+        f"{path.name} is not written: with {count(check.cores, 'core')}{keep} and "
+        f"{count(check.batch, 'photo')} of {check.height} x {check.width} pixels {wrong}; "
+        f"{_ADVICE[precision]}."
     )
 
 
-def _turned(entry: Exported) -> dict[str, Any]:
-    """How many tokens came out otherwise because other windows merged, and how many may."""
-    found = max(share for check in entry.checks for share in check.turned.values())
-    return {"turned": found, "turned_allowed": verify.TURNED if entry.dtype == "float16" else 0}
-
-
-def _verification(entry: Exported) -> dict[str, Any]:
+def _verification(entry: Exported, gate: Agreement | None, data: object) -> dict[str, Any]:
+    limits = (
+        {"allowed": f"{verify.ABSOLUTE} absolute"} if gate is None else {"gate": gate._asdict()}
+    )
     return {
-        "against": "the model in float32 on a CPU, on images of normal noise"
-        + (" and on photos" if entry.keep < 1 else ""),
+        "against": "the model in float32 on a CPU",
+        "on": "photos of the package" if data is None else "photos of the user",
         "runtime": "onnxruntime" if entry.format == "onnx" else "torch",
         "traced": {
             "batch": TRACED_BATCH,
             "patches": "the size of the file" if entry.size else list(TRACED_GRID),
         },
-        "allowed": (
-            f"{verify.ABSOLUTE} absolute"
-            if entry.dtype == "float32"
-            else f"{verify.RELATIVE} of the largest value of an output"
-        ),
-        **(_turned(entry) if entry.keep < 1 else {}),
+        **limits,
         "max_difference": entry.max_difference,
+        "agreement": entry.agreement._asdict(),
         "checks": [check.to_dict() for check in entry.checks],
     }

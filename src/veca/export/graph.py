@@ -8,12 +8,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from veca.errors import ExportError
-from veca.model import Veca, VecaOutput
+from veca.merging import LEAST_OPEN_KEEP
+from veca.model import Veca
+from veca.outputs import VecaOutput
 
 OUTPUTS = ("cls", "patches", "core_tokens", "core_xy")
 """Names of the outputs of every exported file, in this order."""
@@ -26,32 +29,36 @@ MIN_SIDE = 2
 """Patches a side that a traced graph takes at least; a side of 1 would be a graph of its own."""
 
 
-class FixedBudget(nn.Module):
-    """images -> the outputs at one budget."""
+class Graph(nn.Module):
+    """images, and what else is left open, -> the outputs."""
 
-    def __init__(self, model: Veca, cores: int, keep: float) -> None:
+    def __init__(self, model: Veca, cores: int | None, keep: float | None) -> None:
         super().__init__()
         self.model = model
         self.cores = cores
         self.keep = keep
 
-    def forward(self, images: Tensor) -> dict[str, Tensor]:
-        return _named(self.model(images, cores=self.cores, keep=self.keep))
+    def forward(self, images: Tensor, *given: Tensor) -> dict[str, Tensor]:
+        """`given`: what is open of cores (int64) and keep (float32), in this order, no axes."""
+        inputs = list(given)
+        cores, keep = self.cores, self.keep
+        if cores is None:
+            cores = _number(inputs.pop(0), 1, self.model.config.num_cores)
+        if keep is None:  # in ten-thousandths, as `merge_plan` takes it then
+            parts = (inputs.pop(0) * _PARTS).round().to(torch.int64)
+            keep = _number(parts, round(LEAST_OPEN_KEEP * _PARTS), _PARTS)
+        return _named(self.model(images, cores=cores, keep=keep))
 
 
-class AnyBudget(nn.Module):
-    """images, cores (int64, no axes) -> the outputs at that budget."""
+_PARTS = 10_000
 
-    def __init__(self, model: Veca, keep: float) -> None:
-        super().__init__()
-        self.model = model
-        self.keep = keep
 
-    def forward(self, images: Tensor, cores: Tensor) -> dict[str, Tensor]:
-        budget = int(cores.item()) if not torch.compiler.is_compiling() else cores.item()
-        torch._check(budget >= 1)
-        torch._check(budget <= self.model.config.num_cores)
-        return _named(self.model(images, cores=budget, keep=self.keep))
+def _number(tensor: Tensor, least: int, most: int) -> int:
+    """A whole number that is known when the graph runs."""
+    number = cast(int, tensor.item() if torch.compiler.is_compiling() else int(tensor.item()))
+    torch._check(number >= least)
+    torch._check(number <= most)
+    return number
 
 
 def _named(out: VecaOutput) -> dict[str, Tensor]:
@@ -67,9 +74,12 @@ def frozen_copy(model: Veca, dtype: torch.dtype) -> Veca:
 
 
 def trace(
-    model: Veca, cores: int | None, size: tuple[int, int] | None, keep: float = 1.0
+    model: Veca,
+    cores: int | None,
+    size: tuple[int, int] | None,
+    keep: float | None = 1.0,
 ) -> torch.export.ExportedProgram:
-    """The program of a frozen model. `cores` None and `size` None are left open; so is the batch.
+    """The program of a frozen model. What is None is left open; so is the batch.
 
     Every file takes float32 images, whatever the model's dtype.
     """
@@ -81,19 +91,19 @@ def trace(
     if size is None:
         open_axes[2] = patch * torch.export.Dim("rows", min=MIN_SIDE)
         open_axes[3] = patch * torch.export.Dim("columns", min=MIN_SIDE)
-    graph: nn.Module
+    graph = Graph(model, cores, keep)
+    given: list[Tensor] = []
     if cores is None:
-        graph = AnyBudget(model, keep)
         # Neither 1 nor the whole bank, which tracing might take for something special.
-        example = torch.tensor(max(1, config.num_cores // 2))
-        args: tuple[Tensor, ...] = (images, example)
-        shapes = {"images": open_axes, "cores": None}
-    else:
-        graph = FixedBudget(model, cores, keep)
-        args, shapes = (images,), {"images": open_axes}
+        given.append(torch.tensor(max(1, config.num_cores // 2)))
+    if keep is None:
+        given.append(torch.tensor(0.5))
+    shapes = {"images": open_axes, "given": tuple(None for _ in given)}
     with torch.no_grad(), quiet():
         try:
-            program = torch.export.export(graph, args, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(
+                graph, (images, *given), dynamic_shapes=shapes, strict=False
+            )
         except Exception as error:  # torch.export raises almost any type
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ExportError(

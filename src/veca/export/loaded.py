@@ -10,13 +10,14 @@ from torch import Tensor
 
 from veca._util.device import usable_device
 from veca._util.files import read_json
-from veca.checks import check_budget, check_finite, check_images
+from veca.checks import check_budget, check_finite, check_images, check_keep
 from veca.config import VecaConfig
 from veca.errors import ExportError, InputError
 from veca.export.graph import MIN_SIDE, report_of
 from veca.export.onnx_file import OnnxRunner
 from veca.export.torch_file import TorchRunner
-from veca.model import VecaOutput
+from veca.merging import LEAST_OPEN_KEEP
+from veca.outputs import VecaOutput
 from veca.weights.store import file_hash
 
 
@@ -26,7 +27,7 @@ class ExportedModel:
     Attributes:
         config: the architecture, as `Veca.config`.
         cores: the budget of the file, or None if it takes any.
-        keep: the share of patch tokens that go on in it.
+        keep: the share of patch tokens that go on in it, or None if it takes any.
         size: (height, width) in pixels that the file is for, or None if it takes any.
         facts: everything the file says of itself.
     """
@@ -45,7 +46,8 @@ class ExportedModel:
         try:
             self.config = VecaConfig.from_dict(self.facts["config"])
             self.cores = None if self.facts["cores"] == "any" else int(self.facts["cores"])
-            self.keep = float(self.facts.get("keep", 1.0))
+            keep = self.facts.get("keep", 1.0)
+            self.keep = None if keep == "any" else float(keep)
             size = self.facts["size"]
             self.size = None if size == "dynamic" else (int(size[0]), int(size[1]))
         except (KeyError, TypeError, ValueError, LookupError, OverflowError) as error:
@@ -54,10 +56,12 @@ class ExportedModel:
                 "onnxruntime or torch.export directly."
             ) from error
 
-    def __call__(self, images: Tensor, cores: int | None = None) -> VecaOutput:
+    def __call__(
+        self, images: Tensor, cores: int | None = None, keep: float | None = None
+    ) -> VecaOutput:
         """The outputs for `images` [B, 3, H, W] (float, normalised), as `Veca.forward` has them.
 
-        `cores` is needed only for a file that takes any budget, and there defaults to all.
+        `cores` and `keep` are needed only for a file that takes any, and there default to all.
         """
         grid = check_images(images, self.config.in_channels, self.config.patch_size)
         check_finite(images)
@@ -77,7 +81,18 @@ class ExportedModel:
                 f"{self.path} takes images of at least {MIN_SIDE} patches a side, got "
                 f"{grid[0]} x {grid[1]} patches; use a larger image, or export for that size."
             )
-        out = self._run(images, budget)
+        share = check_keep(self.keep if keep is None else keep)
+        if self.keep is not None and share != self.keep:
+            raise InputError(
+                f"{self.path} was exported for keep={self.keep:g}, got keep={share:g}; export it "
+                "for that, or with keep 'any'."
+            )
+        if self.keep is None and share < LEAST_OPEN_KEEP:
+            raise InputError(
+                f"{self.path} takes a keep from {LEAST_OPEN_KEEP} to 1, got {share:g}; export it "
+                "for that share."
+            )
+        out = self._run(images, budget, share)
         return VecaOutput(out["core_tokens"], out["patches"], out["core_xy"], grid)
 
 

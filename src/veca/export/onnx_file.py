@@ -20,6 +20,8 @@ from veca._util.files import open_file, parse_json
 from veca.config import VecaConfig
 from veca.errors import ExportError, InputError
 from veca.export.graph import OUTPUTS, quiet
+from veca.export.int8_graph import quantize_linear_layers
+from veca.merging import LEAST_OPEN_KEEP
 
 METADATA = "veca"
 """The key under which a file's metadata holds its facts, as JSON."""
@@ -30,6 +32,7 @@ _ROOM = 16 * 2**20  # for everything that is not weights
 SEAL = "veca_sha256"
 """The key of the sha256 of the whole file, with zeros in the place of this hash."""
 
+_SMALL = 256  # numbers in a tensor that is not worth storing otherwise
 _DIGITS = 64
 _INT64 = 7  # TensorProto.DataType
 _BEFORE_SEAL = SEAL.encode() + bytes([0x12, _DIGITS])  # the value is the entry's second field
@@ -62,7 +65,7 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
     config = VecaConfig.from_dict(facts["config"])
     onnx = require("onnx", "ONNX")
     require("onnxscript", "ONNX")
-    inputs = ["images"] if facts["cores"] != "any" else ["images", "cores"]
+    inputs = list(facts["inputs"])
     with quiet():
         try:
             exported = torch.onnx.export(
@@ -90,6 +93,12 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
         _check_grid(onnx, proto, config.patch_size)
     if facts["cores"] == "any":
         _check_budget(onnx, proto, config.num_cores)
+    if facts.get("keep") == "any":
+        _check_share(onnx, proto)
+    if facts["dtype"] == "int8":
+        quantize_linear_layers(onnx, proto)
+    if facts["dtype"] == "bfloat16":
+        _store_as_bfloat16(onnx, proto)
     proto.producer_name = "veca"
     proto.producer_version = facts["versions"]["veca"]
     facts["opset"] = max(entry.version for entry in proto.opset_import if not entry.domain)
@@ -166,7 +175,7 @@ def _plain_names(proto: Any, patch_size: int) -> None:
         found = re.fullmatch(patterns[axis], images[axis].dim_param)
         if found:
             names[found[1]] = plain
-    if len(proto.graph.input) > 1:
+    if any(value.name == "cores" for value in proto.graph.input):
         names["u0"] = "cores"
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for axis in value.type.tensor_type.shape.dim:
@@ -239,6 +248,56 @@ def _check_budget(onnx: Any, proto: Any, num_cores: int) -> None:
     _prepend(onnx, proto, nodes, values)
 
 
+def _check_share(onnx: Any, proto: Any) -> None:
+    """Make a share of tokens outside its range an error, in the same way."""
+    node = onnx.helper.make_node
+    checked = _rename_uses(proto, "keep")
+    whole = {"to": onnx.TensorProto.INT64}
+    nodes = [
+        node("Clip", ["keep", "veca_keep_least", "veca_keep_most"], ["veca_keep_in_range"]),
+        node("Equal", ["keep", "veca_keep_in_range"], ["veca_keep_inside"]),
+        node("Not", ["veca_keep_inside"], ["veca_keep_outside"]),
+        node("Cast", ["veca_keep_outside"], ["veca_keep_more"], **whole),
+        node("Add", ["veca_keep_more", "veca_keep_ones"], ["veca_keep_count"]),
+        node(
+            "Reshape",
+            ["keep", "veca_keep_count"],
+            ["veca_keep"],
+            name=f"keep must be from {LEAST_OPEN_KEEP} to 1",
+        ),
+        node("Gather", ["veca_keep", "veca_keep_first"], [checked]),
+    ]
+    values = {
+        "veca_keep_least": np.float32(LEAST_OPEN_KEEP),
+        "veca_keep_most": np.float32(1),
+        "veca_keep_ones": np.array([1]),
+        "veca_keep_first": np.array(0),
+    }
+    _prepend(onnx, proto, nodes, values)
+
+
+def _store_as_bfloat16(onnx: Any, proto: Any) -> None:
+    """Keep the large tensors in two bytes a number; runtimes widen them when they load the file."""
+    nodes = []
+    for entry in proto.graph.initializer:
+        value = onnx.numpy_helper.to_array(entry)
+        if value.dtype != np.float32 or value.size < _SMALL:
+            continue
+        bits = torch.from_numpy(value.copy()).bfloat16().view(torch.int16).numpy()
+        stored = onnx.helper.make_tensor(
+            f"{entry.name}_bfloat16",
+            onnx.TensorProto.BFLOAT16,
+            value.shape,
+            bits.tobytes(),
+            raw=True,
+        )
+        nodes.append(
+            onnx.helper.make_node("Cast", [stored.name], [entry.name], to=onnx.TensorProto.FLOAT)
+        )
+        entry.CopyFrom(stored)
+    _prepend(onnx, proto, nodes, {})
+
+
 def _rename_uses(proto: Any, name: str) -> str:
     """Let every node read `name` + "_checked" instead of the input `name`."""
     checked = f"{name}_checked"
@@ -250,9 +309,11 @@ def _rename_uses(proto: Any, name: str) -> str:
 
 
 def _prepend(onnx: Any, proto: Any, nodes: list[Any], values: Mapping[str, Any]) -> None:
+    """Put nodes before all others, with the whole numbers and float32 that they read."""
     graph = proto.graph
     for name, value in values.items():
-        graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.int64), name))
+        kind = np.float32 if value.dtype == np.float32 else np.int64
+        graph.initializer.append(onnx.numpy_helper.from_array(value.astype(kind), name))
     rest = list(graph.node)
     del graph.node[:]
     graph.node.extend([*nodes, *rest])
@@ -272,6 +333,8 @@ class OnnxRunner:
         options = runtime.SessionOptions()
         options.log_severity_level = 4  # what goes wrong is raised; no need to print it as well
         options.intra_op_num_threads = torch.get_num_threads()
+        # Products of 8 bit overflow on old processors (AVX2), unless onnxruntime takes care.
+        options.add_session_config_entry("session.x64quantprecision", "1")
         if not Path(path).exists():
             raise InputError(f"there is no file {path}.")
         try:
@@ -298,9 +361,13 @@ class OnnxRunner:
         where = f"{METADATA} in the metadata of {self._path}"
         return {} if held is None else parse_json(held, where, ExportError)
 
-    def __call__(self, images: Tensor, cores: int | None = None) -> dict[str, Tensor]:
+    def __call__(
+        self, images: Tensor, cores: int | None = None, keep: float = 1.0
+    ) -> dict[str, Tensor]:
         values: dict[str, Any] = {"images": images.detach().to("cpu", torch.float32).numpy()}
         if "cores" in self._inputs:
             values["cores"] = np.array(cores, dtype=np.int64)
+        if "keep" in self._inputs:
+            values["keep"] = np.array(keep, dtype=np.float32)
         found = self.session.run(list(OUTPUTS), values)
         return {n: torch.from_numpy(np.asarray(v)) for n, v in zip(OUTPUTS, found, strict=True)}

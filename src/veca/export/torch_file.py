@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from veca._util.archives import check_stored
-from veca._util.files import parse_json
+from veca._util.files import from_json, parse_json
 from veca.errors import ExportError, InputError
 from veca.export.graph import quiet
 
@@ -67,15 +67,16 @@ class TorchRunner:
                 program = move_to_device_pass(program, device)
         self.device = torch.device(device)
         self.facts = parse_json(facts[FACTS] or "{}", f"{FACTS} in {path}", ExportError)
-        self._open_budget = self.facts.get("cores") == "any"
+        self._open = [name for name in ("cores", "keep") if self.facts.get(name) == "any"]
         self._module = program.module()
 
-    def __call__(self, images: Tensor, cores: int | None = None) -> dict[str, Tensor]:
-        args: tuple[Tensor, ...] = (images.to(self.device, torch.float32),)
-        if self._open_budget:
-            args += (torch.tensor(cores, device=self.device),)
+    def __call__(
+        self, images: Tensor, cores: int | None = None, keep: float = 1.0
+    ) -> dict[str, Tensor]:
+        given = {"cores": cores, "keep": keep}
+        inputs = [torch.tensor(given[name], device=self.device) for name in self._open]
         with torch.no_grad():
-            return self._module(*args)
+            return self._module(images.to(self.device, torch.float32), *inputs)
 
 
 def _is_no_tensor(name: str) -> bool:
@@ -92,14 +93,14 @@ def _refuse_strangers(path: Path) -> None:
     held = check_stored(path, "a program of torch.export", ExportError, _is_no_tensor)
     entries = {name.partition("/")[2]: data for name, data in held.items()}
     try:
-        configs = [json.loads(data) for name, data in entries.items() if _LIST.search(name)]
+        configs = [from_json(data) for name, data in entries.items() if _LIST.search(name)]
         pickled = [
             name
             for config in configs
             for name, entry in config["config"].items()
             if entry["use_pickle"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ExportError(
             f"{path} is not a program of torch.export ({error}); export it again."
         ) from error

@@ -1,33 +1,39 @@
-"""Is a file the model? Both run on the same images, of sizes and batches that were not traced."""
+"""Is a file the model? Both run on the same photos, at sizes and batches that were not traced."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from veca.export.graph import OUTPUTS
+from veca.images import find_images
 from veca.images.bundled import bundled_photos
 from veca.model import Veca
+from veca.quantization import Agreement
 
 BATCHES = (1, 3)
 SIZES = ((224, 224), (256, 384))
 """Height and width in pixels, brought onto the patch grid."""
+MOST_PHOTOS = 64
+"""Of those a user gives; the first ones, in natural order."""
 
-ABSOLUTE, RELATIVE = 1e-3, 2e-2
-"""What a file may differ by: float32 in itself, float16 as a share of the largest value."""
+ABSOLUTE = 1e-3
+"""What an output of a file in float32 may differ by."""
+PLACES = 0.1
+"""What the place of a core, in [-1, 1], may differ by in any other file."""
 
-TURNED = 0.1
-"""The share of tokens that may differ by more in a float16 file that merges: of windows that differ
-nearly as much, the rounding of half precision decides which merge. In float32 none may: there it
-decides nothing that could be seen, on photos or on noise."""
-
-Runner = Callable[[Tensor, int | None], dict[str, Tensor]]
+Runner = Callable[..., dict[str, Tensor]]
+"""images, cores, keep -> the outputs."""
+Photo: TypeAlias = "str | os.PathLike[str]"
 
 
 @dataclass(frozen=True)
@@ -38,36 +44,50 @@ class FileCheck:
     height: int
     width: int
     cores: int
+    keep: float
     differences: dict[str, float]
     """Largest absolute difference of each output."""
     largest: dict[str, float]
     """Largest absolute value of each output of the model."""
-    images: str = "noise"
-    """Or "photos"."""
-    turned: dict[str, float] = field(default_factory=dict)
-    """Where windows merge: the share of each output's tokens that differ by more than a float16
-    file's may."""
+    agreement: dict[str, float]
+    """Mean cosine with the model's: of "cls", "patches" and "core_tokens"."""
 
     @property
     def max_difference(self) -> float:
         return max(self.differences.values())
 
-    def allowed(self, dtype: torch.dtype) -> dict[str, float]:
-        """What each output may differ by, in a file of `dtype`."""
-        if dtype == torch.float32:
-            return dict.fromkeys(OUTPUTS, ABSOLUTE)
-        return {name: RELATIVE * self.largest[name] for name in OUTPUTS}
+    def wrong(self, gate: Agreement | None) -> str | None:
+        """The output that does not pass, and why in words; None where all do.
 
-    def passes(self, dtype: torch.dtype) -> bool:
-        allowed = self.allowed(dtype)
-        if self.turned and dtype == torch.float16:
-            known = all(math.isfinite(difference) for difference in self.differences.values())
-            return known and all(share <= TURNED for share in self.turned.values())
+        Args:
+            gate: None: equal to rounding.
+        """
         # Written so that NaN, which compares to nothing, does not pass.
-        return all(self.differences[name] <= allowed[name] for name in OUTPUTS)
+        if gate is None:
+            worst = max(OUTPUTS, key=lambda name: _orderly(self.differences[name]))
+            if self.differences[worst] <= ABSOLUTE:
+                return None
+            return (
+                f"its {worst} differ from the model's by {self.differences[worst]:.2g}, more than "
+                f"{ABSOLUTE:g}"
+            )
+        floors = {"cls": gate.cls, "patches": gate.patches, "core_tokens": gate.patches}
+        for name, floor in floors.items():
+            if not self.agreement[name] >= floor:
+                return (
+                    f"the agreement of its {name} with the float32 model's is "
+                    f"{self.agreement[name]:.4f}, below the gate of {floor:g}"
+                )
+        if not self.differences["core_xy"] <= PLACES:
+            return f"its cores stand up to {self.differences['core_xy']:.2g} from the model's"
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "max_difference": self.max_difference}
+
+
+def _orderly(number: float) -> float:
+    return math.inf if math.isnan(number) else number
 
 
 def sizes_on_grid(patch: int, sizes: Iterable[tuple[int, int]] = SIZES) -> list[tuple[int, int]]:
@@ -79,29 +99,22 @@ def sizes_on_grid(patch: int, sizes: Iterable[tuple[int, int]] = SIZES) -> list[
     return list(dict.fromkeys((fit(height), fit(width)) for height, width in sizes))
 
 
-def check(
-    run: Runner,
-    reference: Veca,
-    images: Tensor,
-    cores: int,
-    keep: float = 1.0,
-    kind: str = "noise",
-) -> FileCheck:
-    """Compare a file, at the budget `cores`, with the float32 model.
+def photos_for(data: Photo | Sequence[Photo] | None) -> list[Path]:
+    """The photos that files are checked on: a user's, or those that come with the package."""
+    return bundled_photos() if data is None else find_images(data)[:MOST_PHOTOS]
 
-    Args:
-        kind: what the images are, for the record.
-    """
+
+def check(run: Runner, reference: Veca, images: Tensor, cores: int, keep: float = 1.0) -> FileCheck:
+    """Compare a file, at the budget `cores`, with the float32 model."""
     with torch.no_grad():
         out = reference(images, cores=cores, keep=keep)
     expected = dict(zip(OUTPUTS, (out.cls, out.patches, out.cores, out.core_xy), strict=True))
-    found = run(images, cores)
+    found = run(images, cores, keep)
     return FileCheck(
-        *(images.shape[0], images.shape[2], images.shape[3], cores),
+        *(images.shape[0], images.shape[2], images.shape[3], cores, keep),
         differences={name: _difference(found[name], expected[name]) for name in OUTPUTS},
         largest={name: float(expected[name].abs().max()) for name in OUTPUTS},
-        images=kind,
-        turned={name: _turned(found[name], expected[name]) for name in OUTPUTS if keep < 1},
+        agreement={name: _agreement(found[name], expected[name]) for name in OUTPUTS[:3]},
     )
 
 
@@ -110,31 +123,34 @@ def checks(
     reference: Veca,
     *,
     cores: Sequence[int],
-    keep: float = 1.0,
+    keeps: Sequence[float] = (1.0,),
     sizes: Sequence[tuple[int, int]],
     batches: Sequence[int] = BATCHES,
-    seed: int = 0,
+    photos: Sequence[Photo] | None = None,
 ) -> Iterable[FileCheck]:
-    """One check for each budget, size and batch, on images of normal noise.
+    """One check for each size, batch, budget and share of tokens, on photos in turn.
 
-    Where windows merge, on photos as well: flat areas have windows that hardly differ.
+    A model of other than three channels, for which there are no photos, sees normal noise.
     """
+    batch_of = _batches(reference, bundled_photos() if photos is None else photos)
+    for size, batch in itertools.product(sizes, batches):
+        images = batch_of(size, batch)
+        for budget, keep in itertools.product(cores, keeps):
+            yield check(run, reference, images, budget, keep)
+
+
+def _batches(reference: Veca, photos: Sequence[Photo]) -> Callable[[tuple[int, int], int], Tensor]:
+    """What gives the next photos, or noise, as [count, channels, H, W]."""
     channels = reference.config.in_channels
-    generator = torch.Generator().manual_seed(seed)
-    for size in sizes:
-        for batch in batches:
-            images = {"noise": torch.randn(batch, channels, *size, generator=generator)}
-            if keep < 1 and channels == 3:
-                images["photos"] = _photos(reference, batch, size)
-            for kind, pixels in images.items():
-                for budget in cores:
-                    yield check(run, reference, pixels, budget, keep, kind)
+    if channels != 3:
+        generator = torch.Generator().manual_seed(0)
+        return lambda size, count: torch.randn(count, channels, *size, generator=generator)
+    endless: Iterator[Photo] = itertools.cycle(photos)
 
+    def following(size: tuple[int, int], count: int) -> Tensor:
+        return reference.preprocess(list(itertools.islice(endless, count)), size).pixels
 
-def _photos(reference: Veca, count: int, size: tuple[int, int]) -> Tensor:
-    """Some that come with the package, as the model wants them: [count, 3, H, W]."""
-    photos = itertools.islice(itertools.cycle(bundled_photos()), count)
-    return reference.preprocess(list(photos), size).pixels
+    return following
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
@@ -144,9 +160,7 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float("inf") if difference.isnan() else float(difference)
 
 
-def _turned(found: Tensor, expected: Tensor) -> float:
-    """The share of tokens that differ by more than rounding to half precision explains."""
+def _agreement(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
-        return 1.0
-    rows = (found.float().cpu() - expected).abs().amax(dim=-1)
-    return float((rows > RELATIVE * expected.abs().max()).float().mean())
+        return -1.0
+    return float(F.cosine_similarity(found.float().cpu(), expected, dim=-1).mean())

@@ -88,7 +88,7 @@ def _channel_stats(
     return mean_, std_
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Preprocessed:
     """A batch ready for the model, and what was done to get it."""
 
@@ -107,6 +107,13 @@ class Preprocessed:
     unless fit="crop"."""
     skipped: list[tuple[str, str]]
     """(name, message) of each image left out by on_error="skip"."""
+
+    def __repr__(self) -> str:
+        """A line: the pixels stay out of a notebook's way."""
+        shape, (height, width) = list(self.pixels.shape), self.grid
+        kind = f"{str(self.pixels.dtype).removeprefix('torch.')}, {self.pixels.device}"
+        left_out = f", {len(self.skipped)} skipped" if self.skipped else ""
+        return f"Preprocessed(pixels {shape}, grid {height} x {width}, {kind}{left_out})"
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None

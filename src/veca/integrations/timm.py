@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from veca._util.extras import require
-from veca.checks import check_blocks, check_budget, check_keep
+from veca.checks import asked_keep, check_agreement, check_blocks, check_budget, is_auto
 from veca.config import DEFAULT_SIZE, PRESETS, VecaConfig
 from veca.errors import InputError, MissingExtraError, check_choice
 from veca.model import LayerState, Veca
@@ -55,7 +55,9 @@ class TimmVeca(nn.Module):
             patches, "" for all tokens.
         cores: the budget when a call names none; None means all. Can be set later, too.
         keep: the share of patch tokens that go on after merging when a call names none, 0.2..1;
-            None means all. Can be set later, too.
+            None means all; "auto" chooses for each image, as `Veca.forward` does. Can be set later,
+            too.
+        agreement: what "auto" promises.
         drop_rate: dropout before the classifier.
     """
 
@@ -68,14 +70,16 @@ class TimmVeca(nn.Module):
         num_classes: int = 1000,
         global_pool: str = "token",
         cores: int | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
         drop_rate: float = 0.0,
     ) -> None:
         super().__init__()
         check_budget(cores, config.num_cores)
-        check_keep(keep)
+        asked_keep(keep)
+        check_agreement(agreement, cores, keep)
         self.veca = Veca(config)
-        self.cores, self.keep = cores, keep
+        self.cores, self.keep, self.agreement = cores, keep, agreement
         self.num_features = self.head_hidden_size = self.embed_dim = config.feature_width
         self.feature_info = [
             {"module": f"veca.blocks.{i}", "num_chs": config.width, "reduction": config.patch_size}
@@ -118,13 +122,15 @@ class TimmVeca(nn.Module):
 
     # ----------------------------------------------------------------------------------- forward
 
-    def forward(self, x: Tensor, cores: int | None = None, keep: float | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cores: int | None = None, keep: float | str | None = None
+    ) -> Tensor:
         """Logits of images [B, 3, H, W]; pooled features without a classifier."""
         budget = self._budget(cores)
         return self.forward_head(self.forward_features(x, budget, keep), cores=budget)
 
     def forward_features(
-        self, x: Tensor, cores: int | None = None, keep: float | None = None
+        self, x: Tensor, cores: int | None = None, keep: float | str | None = None
     ) -> Tensor:
         """[B, C + N, D] cores, then patches row by row, after the final norm."""
         walk = self._walk(x, cores, keep)
@@ -160,7 +166,7 @@ class TimmVeca(nn.Module):
         intermediates_only: bool = False,
         output_dict: bool = False,
         cores: int | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
     ) -> Any:
         """The tokens after some blocks, and the final ones, in the shapes timm gives them.
 
@@ -266,14 +272,15 @@ class TimmVeca(nn.Module):
         self,
         x: Tensor,
         cores: int | None,
-        keep: float | None,
+        keep: float | str | None,
         wanted: Sequence[int] = (),
         last: int | None = None,
     ) -> _Walk:
         budget = self._budget(cores)
         kept: list[LayerState] = []
         share = self.keep if keep is None else keep
-        for layer in self.veca.walk(x, budget, last=last, keep=share):
+        promise = self.agreement if is_auto(share) else None
+        for layer in self.veca.walk(x, budget, last=last, keep=share, agreement=promise):
             if layer.number - 1 in wanted and not layer.merging:
                 kept.append(layer)
         return _Walk(layer, kept, budget)

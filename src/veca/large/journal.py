@@ -16,10 +16,11 @@ import torch
 
 from veca._util import files, tensor_file
 from veca.attention import PartialAttention
-from veca.errors import LargeError, VecaError, shown
+from veca.errors import LargeError, OutputError, VecaError, shown
 from veca.large.layers import LayerStart
 
 MANIFEST, SUMS, STATES = "manifest.json", "sums.safetensors", "states.bin"
+_NEW = "sums.new"
 _FORMAT = 1
 
 
@@ -60,14 +61,16 @@ class Journal:
     def _begin(self, settings: dict[str, Any]) -> None:
         assert self.folder is not None
         manifest = self.folder / MANIFEST
+        files.remove_leftovers(self.folder.glob(".*.tmp"))
         if not manifest.exists():
-            with contextlib.suppress(FileNotFoundError):
-                strange = {path.name for path in self.folder.iterdir()} - {"lock", STATES}
-                if strange:
-                    raise LargeError(
-                        f"{self.folder} holds other things ({sorted(strange)[0]}); name a folder "
-                        "of its own for the state of a pass."
-                    )
+            ours = {self.folder / "lock", *self._kept()}
+            strange = sorted(path.name for path in self.folder.iterdir() if path not in ours)
+            if strange:
+                raise LargeError(
+                    f"{self.folder} holds other things ({strange[0]}); name a folder of its own "
+                    "for the state of a pass."
+                )
+            self._remove_kept()  # of what, without a manifest nobody knows
             files.atomic_write_json(manifest, settings)
             return
         found = files.read_json(manifest, LargeError)
@@ -84,14 +87,14 @@ class Journal:
         for number in range(1, 10_000):
             path = self._layer(number)
             try:
-                tensors, _ = tensor_file.read_file(path, LargeError)
+                tensors = _read(path)
                 start = LayerStart(**{name: tensors[name] for name in LayerStart._fields})
             except (VecaError, KeyError):  # not there, or cut short when the power went
                 break
             self.layers.append(LayerStart(*(tensor.to(device) for tensor in start)))
         assert self.folder is not None
-        with contextlib.suppress(OSError, ValueError, KeyError, safetensors.SafetensorError):
-            tensors = safetensors.torch.load((self.folder / SUMS).read_bytes())
+        with contextlib.suppress(VecaError, ValueError, KeyError):
+            tensors = _read(self.folder / SUMS)
             number, tiles = tensors.pop("place").tolist()
             if number == len(self.layers):
                 self.sums = PartialAttention(*(tensors[n] for n in PartialAttention._fields))
@@ -107,6 +110,10 @@ class Journal:
         self.layers.append(start)
         self.tiles, self.sums = 0, None
         if self.folder is not None:
+            if not (self.folder / MANIFEST).exists():  # before its folder is made again
+                raise OutputError(
+                    f"{self.folder} is gone: something else has removed it meanwhile; run it again."
+                )
             tensor_file.write_file(start._asdict(), self._layer(len(self.layers)))
 
     def forget_tiles(self) -> None:
@@ -121,20 +128,40 @@ class Journal:
             return
         place = torch.tensor([len(self.layers), tiles])
         tensors = {name: part.cpu().contiguous() for name, part in sums._asdict().items()}
+        tensors["place"] = place
+        seal = {tensor_file.SEAL: tensor_file.seal(tensor_file.content_hash(tensors), {})}
         target = self.folder / SUMS
-        temporary = target.with_suffix(".new")
-        with files.output_errors(target):
-            temporary.write_bytes(safetensors.torch.save({**tensors, "place": place}))
+        temporary = self.folder / _NEW
+        with files.output_errors(self.folder):
+            temporary.write_bytes(safetensors.torch.save(tensors, seal))
             os.replace(temporary, target)  # noqa: PTH105
+
+    def _kept(self) -> list[Path]:
+        """What lies in the folder of a pass beside its manifest."""
+        assert self.folder is not None
+        ours = [self.folder / name for name in (SUMS, _NEW, STATES)]
+        return [*ours, *self.folder.glob("layer-*.safetensors")]
+
+    def _remove_kept(self) -> None:
+        for path in self._kept():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Nothing that was kept is needed any more; what else is in the folder stays."""
         if self.folder is None:
             return
-        ours = [self.folder / name for name in (SUMS, STATES)]
-        for path in (*ours, *self.folder.glob("layer-*.safetensors"), self.folder / MANIFEST):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        self._remove_kept()
+        with contextlib.suppress(OSError):
+            (self.folder / MANIFEST).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             (self.folder / "lock").unlink(missing_ok=True)
             self.folder.rmdir()
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of ours, whose checksum has to be there and right."""
+    tensors, facts = tensor_file.read_file(path, LargeError)
+    if tensor_file.SEAL not in facts:
+        raise LargeError(f"{path} has no checksum; it is damaged.")
+    return tensors

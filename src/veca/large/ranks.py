@@ -22,7 +22,8 @@ from veca.attention import PartialAttention
 from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, LargeError, whole
 from veca.large import layers
-from veca.model import Veca, VecaOutput
+from veca.model import Veca
+from veca.outputs import VecaOutput
 
 
 class Ranks:

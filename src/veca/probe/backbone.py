@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from veca._util.moved import moved
 from veca._util.numbers import count
-from veca.checks import check_agreement, check_budget, check_keep, dial
+from veca.checks import check_budget, check_dials, dial
 from veca.config import AUTO, VecaConfig
 from veca.cost import Cost, cost
 from veca.dense import DenseVit
@@ -226,8 +226,7 @@ class ElasticBackbone(_OwnBackbone):
 
     def _set(self, cores: int | None, keep: float | str | None, agreement: float | None) -> None:
         self.cores = check_budget(cores, self.model.config.num_cores)
-        self.keep = check_keep(keep)
-        self.agreement = check_agreement(agreement, cores, keep)
+        _, self.keep, self.agreement = check_dials(self.model, cores, keep, agreement)
 
     def identity(self) -> dict[str, Any]:
         # Of all tokens nothing is said, so that what 0.1 computed is found again.

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from veca._util.numbers import parse_numbers
-from veca.checks import check_agreement, check_keep
+from veca.checks import asked_keep, check_agreement
 from veca.config import AUTO
 from veca.errors import InputError
 from veca.probe.backbone import (
@@ -58,7 +58,7 @@ def load_backbones(
         raise InputError("--cores are budgets of VECA weights; give --weights.")
     if (keep or agreement) and not weights:
         raise InputError("--keep and --agreement are of VECA weights; give --weights.")
-    shares: list[float | str] = [check_keep(share) for share in keep or [1.0]]
+    shares: list[float | str] = [asked_keep(share) for share in keep or [1.0]]
     check_agreement(agreement, None, next((s for s in shares if s == AUTO), None))
     found: list[Backbone] = []
     for spec, role in [(teacher, TEACHER), *((one, BASELINE) for one in baselines)]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+from veca._util.files import from_json
+from veca.errors import shown
 from veca.teachers.base import UNKNOWN_LICENCE, TeacherError
 from veca.weights.hub import Repository
 from veca.weights.store import file_hash
@@ -63,8 +65,8 @@ class ModelFolder:
         if not path.is_file():
             return None
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            value = from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise TeacherError(f"cannot read {path} ({error}); fetch it again.") from error
         if not isinstance(value, dict):
             raise TeacherError(f"{path} must hold a JSON object, got {type(value).__name__}.")
@@ -98,8 +100,23 @@ class ModelFolder:
             if fields.get("do_normalize") is False:
                 return [0.0] * 3, [1.0] * 3
             if fields.get("image_mean") and fields.get("image_std"):
-                return list(fields["image_mean"]), list(fields["image_std"])
+                mean, std = (
+                    self._colours(name, fields, key) for key in ("image_mean", "image_std")
+                )
+                return mean, std
         return None
+
+    def _colours(self, name: str, fields: dict[str, Any], key: str) -> list[float]:
+        """A number for each channel."""
+        value = fields[key]
+        numbers = value if isinstance(value, list) else []
+        plain = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in numbers)
+        if not plain or len(numbers) != 3 or not all(map(_is_moderate, numbers)):
+            raise TeacherError(
+                f"{self.path / name}: {key} must be three numbers, got {shown(value)}; fetch it "
+                "again."
+            )
+        return [float(x) for x in numbers]
 
     def licence(self) -> str:
         """What the model card's head says, or "unknown"."""
@@ -114,6 +131,10 @@ class ModelFolder:
         )
         licence = found.get("license_name") or found.get("license") or UNKNOWN_LICENCE
         return licence.strip("'\"")
+
+
+def _is_moderate(number: float) -> bool:
+    return abs(number) < 1e6 and math.isfinite(number)
 
 
 def hash_files(paths: list[Path]) -> str:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from veca.checks import check_agreement, check_budget, check_keep, check_layers, dial
+from veca.checks import check_budget, check_dials, check_layers, dial
 from veca.config import DEFAULT_SIZE
 from veca.errors import InputError
 from veca.images import Size, Source, read_image
@@ -72,8 +72,7 @@ class View:
         agreement: float | None = None,
     ) -> None:
         self.model = model
-        self.keep: float | str = check_keep(keep)
-        self.agreement = check_agreement(agreement, None, keep)
+        _, self.keep, self.agreement = check_dials(model, None, keep, agreement)
         self.photo = photo if _is_plain(photo) else read_image(photo)
         self.size = size
         self.name = name or (Path(photo).stem if isinstance(photo, (str, Path)) else "photo")
@@ -113,8 +112,7 @@ class View:
     def merging(self, keep: float | str | None, agreement: float | None = None) -> View:
         """The same photo with another share of tokens; they know of each other's runs."""
         other = copy.copy(self)
-        other.keep = check_keep(keep)
-        other.agreement = check_agreement(agreement, None, keep)
+        _, other.keep, other.agreement = check_dials(self.model, None, keep, agreement)
         return other
 
     @property

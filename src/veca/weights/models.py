@@ -90,6 +90,7 @@ def create_model(
     name: str | VecaConfig,
     pretrained: bool = False,
     *,
+    num_classes: int = 0,
     backend: str = "auto",
     **changes: object,
 ) -> Veca:
@@ -101,10 +102,17 @@ def create_model(
     Args:
         name: a preset's name or a configuration; with `pretrained`, what `veca.load` takes.
         pretrained: take the weights of that name. They are in evaluation mode.
+        num_classes: 0, as timm calls a model without a head; there is no other here.
         backend: the attention backend: "auto" takes the fastest that fits the input.
         changes: fields of the configuration. Stored weights keep all of theirs but those of
             `TRAINING_ONLY`, such as the dropout.
     """
+    if num_classes:
+        raise ConfigError(
+            f"a model gives features and has no head for num_classes={num_classes}; put a linear "
+            "layer on model(images).cls, or let timm.create_model add one after import "
+            "veca.integrations.timm."
+        )
     if not pretrained:
         return models.create_model(name, backend=backend, **changes)
     if isinstance(name, VecaConfig):

@@ -9,9 +9,11 @@ provenance, and replacing it is the one step that turns an old set into a new on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +22,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from veca import content
 from veca._util import files
 from veca._util.extras import upgrade_advice
 from veca.checks import check_model
 from veca.config import VecaConfig
-from veca.errors import ConfigError, InputError, OutputError, WeightsError, shown
+from veca.errors import (
+    ConfigError,
+    InputError,
+    OutputError,
+    VecaWarning,
+    WeightsError,
+    shown,
+)
 from veca.model import Veca
 from veca.version import __version__
 from veca.weights import tensors as ts
@@ -34,8 +44,9 @@ TENSORS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.js
 FILES = (TENSORS, CONFIG, PROVENANCE)
 SUFFIX = ".safetensors"
 TARGETS, HEADS = "targets.safetensors", "heads.safetensors"
-BESIDE = (TARGETS, HEADS)
-"""What training leaves beside weights: scales of the teachers' features, heads for others."""
+BESIDE = (TARGETS, HEADS, content.FILE)
+"""What may lie beside weights: scales of the teachers' features and heads for others, which
+training leaves, and what `veca calibrate` found."""
 INDEX = f"{TENSORS}.index.json"
 """Beside weights that transformers split into shards: which tensor is in which."""
 
@@ -44,7 +55,7 @@ _MODEL_TYPE = "veca"
 # say nothing about the function the weights compute.
 _BOOKKEEPING = {
     *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
-    *("cores", "keep", "out_features", "out_indices"),
+    *("cores", "keep", "agreement", "out_features", "out_indices"),
     *("apply_layernorm", "reshape_hidden_states"),
     *("id2label", "label2id", "problem_type", "return_dict"),
     *("output_attentions", "output_hidden_states"),
@@ -87,7 +98,7 @@ def save(
         provenance = carried(model.provenance, state)
     written = save_state(state, model.config, path, provenance=provenance, dtype=dtype)
     if written.is_dir():
-        write_beside(model.beside, written)
+        write_beside(_still_holding(model.beside, state, written), written)
     return written
 
 
@@ -99,6 +110,23 @@ def carried(provenance: Mapping[str, Any], state: Mapping[str, Tensor]) -> dict[
         # Trained on, or rounded: what is known of them holds no longer as it is.
         known = {"derived_from": known}
     return known
+
+
+def _still_holding(
+    beside: Mapping[str, bytes], state: Mapping[str, Tensor], folder: Path
+) -> Mapping[str, bytes]:
+    """The files that belong to weights, as they belong to those saved just now.
+
+    A calibration is bound to the hash of the tensors as they are stored. It goes on with the same
+    ones in another dtype; of weights that were trained on it says nothing.
+    """
+    if content.FILE not in beside:
+        return beside
+    calibration = content.read(beside[content.FILE])
+    if not ts.are_stored_as(state, calibration.weights_sha256):
+        return {name: data for name, data in beside.items() if name != content.FILE}
+    bound = dataclasses.replace(calibration, weights_sha256=read_hash(folder))
+    return {**beside, content.FILE: bound.to_bytes()}
 
 
 def write_beside(beside: Mapping[str, bytes], folder: Path) -> None:
@@ -286,8 +314,28 @@ def load_local(
         model.provenance = read_provenance(path)
     except WeightsError:  # the copy beside the tensors, which is for people
         model.provenance = _embedded(header, _HEADER_PROVENANCE)
-    model.beside = read_beside(path)
+    model.beside = _of_these(read_beside(path), path, str(recorded or read_hash(path)))
     return model
+
+
+def _of_these(beside: Mapping[str, bytes], path: Path, content_hash: str) -> Mapping[str, bytes]:
+    """The files beside weights, less a calibration that was made for others."""
+    if content.FILE not in beside:
+        return beside
+    where = str(path / content.FILE)
+    try:
+        calibration = content.read(beside[content.FILE], where)
+        fault = "" if calibration.weights_sha256 == content_hash else "was made for other weights"
+    except WeightsError as error:
+        fault = f"cannot be used ({error})"
+    if not fault:
+        return beside
+    warnings.warn(
+        f"{where} {fault}; 'auto' is not to be had. veca calibrate makes one for these weights.",
+        VecaWarning,
+        stacklevel=2,
+    )
+    return {name: data for name, data in beside.items() if name != content.FILE}
 
 
 def read_config(path: Path) -> VecaConfig:

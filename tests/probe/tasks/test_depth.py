@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from probe import sets
 from veca.probe.extract import DenseSample
+from veca.probe.tasks.dense import together
 from veca.probe.tasks.depth import DepthProbe
-from veca.probe.tasks.shared import together
 from veca.probe.views import Tile
 
 SETTINGS = sets.protocol().depth

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from probe import sets
 from veca.probe.extract import DenseSample
+from veca.probe.tasks.dense import Optimizer, TokenHead, merge, together
 from veca.probe.tasks.segmentation import PixelLoss, SegmentationProbe, at_label_size
-from veca.probe.tasks.shared import Optimizer, TokenHead, merge, together
 from veca.probe.views import Tile, windows
 
 SETTINGS = sets.protocol("segmentation.dropout=0.0").segmentation
@@ -129,7 +129,7 @@ class TestTogether:
 
     def test_no_group_is_too_large(self, monkeypatch):
         samples, masks = self.batch()
-        monkeypatch.setattr("veca.probe.tasks.shared._GROUP_NUMBERS", 2 * 3 * 77 * 30 - 1)
+        monkeypatch.setattr("veca.probe.tasks.dense._GROUP_NUMBERS", 2 * 3 * 77 * 30 - 1)
         assert together(samples, masks, 3, torch.device("cuda")) == [[0, 2], [1], [3]]
 
     @pytest.mark.parametrize("windows", [False, True])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from veca._util.files import atomic_write_text, printable
+from veca._util.files import atomic_write_text, from_json, printable
 from veca.errors import OutputError
 
 FAILURES = "failures.jsonl"
@@ -117,7 +117,7 @@ def write_failures(path: Path, failed: Iterable[tuple[str, str]]) -> Path | None
     if not text:
         path.unlink(missing_ok=True)
         return None
-    if not path.exists() or path.read_text("utf-8") != text:
+    if not path.exists() or path.read_bytes() != text.encode():  # damaged, it may be no text
         atomic_write_text(path, text)
     return path
 
@@ -130,7 +130,7 @@ def _lines(path: Path) -> list[str]:
 def read_failures(path: Path) -> dict[str, str]:
     """What `write_failures` wrote: path and reason, as they are printed. None, or no list: {}."""
     try:
-        lines = [json.loads(line) for line in _lines(path)]
+        lines = [from_json(line) for line in _lines(path)]
         return {str(line["path"]): str(line["reason"]) for line in lines}
     except (OSError, ValueError, TypeError, KeyError):
         return {}

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from veca._util.archives import check_unpacked
-from veca._util.files import atomic_write
+from veca._util.files import atomic_write, from_json
 from veca.errors import InputError
 
 _CHECKSUM = "crc32"
@@ -73,7 +73,7 @@ def _read_safetensors(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
     with safe_open(path, "numpy") as file:
-        text = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+        text = {name: from_json(value) for name, value in (file.metadata() or {}).items()}
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     checksum = text.pop(_CHECKSUM, None)  # files of 0.1 have none
     if checksum is not None and checksum != _checksum(arrays, text):

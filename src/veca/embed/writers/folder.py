@@ -15,6 +15,7 @@ import numpy as np
 from veca._util.files import (
     atomic_write_json,
     folder_to_fill,
+    from_json,
     output_errors,
     printable,
     remove_leftovers,
@@ -225,7 +226,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        manifest = json.loads(path.read_text("utf-8"))
+        manifest = from_json(path.read_text("utf-8"))
         if all(isinstance(manifest[name], str) for name in ("fingerprint", "root")):
             return dict(manifest)
     except (OSError, ValueError, TypeError, KeyError):

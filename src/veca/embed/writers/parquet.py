@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from veca._util.extras import require
-from veca._util.files import commit, output_errors, printable, temporary_beside
+from veca._util.files import commit, from_json, output_errors, printable, temporary_beside
 from veca.embed.settings import LAYOUT, Settings
 from veca.embed.writers import BackgroundWrites, Result
 from veca.errors import InputError, OutputError
@@ -294,7 +294,7 @@ def _record(path: Path, settings: Settings) -> ShardRecord:
         if name is None:
             raise ValueError("its name is not that of a shard")
         metadata = parquet.read_metadata(path)
-        record = json.loads((metadata.metadata or {})[_RECORD])
+        record = from_json((metadata.metadata or {})[_RECORD])
         failures = [(str(n), str(r)) for n, r in record["failures"]]
         if record["rows"] != metadata.num_rows or record["shard"] != int(name[1]):
             raise ValueError("its rows or its number are not those it was written with")
@@ -316,7 +316,7 @@ def read_manifest(folder: Path) -> tuple[Settings, dict[str, Any]]:
     """The settings of a folder of embeddings, and all that its manifest says."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text("utf-8"))
+        manifest = from_json(path.read_text("utf-8"))
         if manifest["layout"] != LAYOUT:
             raise ValueError
         settings = Settings.from_dict(manifest["settings"])

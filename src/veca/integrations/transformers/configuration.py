@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from veca._util.extras import upgrade_advice
-from veca.checks import check_budget, check_keep
+from veca.checks import asked_keep, check_agreement, check_budget
 from veca.config import VecaConfig as Architecture
 from veca.errors import ConfigError
 from veca.weights.store import FORMAT_VERSION
@@ -30,7 +30,8 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
     Args:
         cores: the budget when a call names none, 1..num_cores; None means all.
         keep: the share of patch tokens that go on after merging when a call names none, 0.2..1;
-            None means all.
+            None means all; "auto" chooses for each image, as `veca.Veca.forward` does.
+        agreement: what "auto" promises.
         out_features: stages a backbone returns: "stem" (before the first block), "stage1" (after
             it) to "stageL". Default: the last.
         out_indices: the same as numbers, 0 for the stem.
@@ -51,7 +52,8 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         self,
         *,
         cores: int | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
         out_features: list[str] | None = None,
         out_indices: list[int] | None = None,
         apply_layernorm: bool = True,
@@ -73,8 +75,9 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         for name in _FIELDS:  # None stands for what was left out
             setattr(self, name, fields.get(name))
         check_budget(cores, architecture.num_cores)
-        check_keep(keep)
-        self.cores, self.keep = cores, keep
+        asked_keep(keep)
+        check_agreement(agreement, cores, keep)
+        self.cores, self.keep, self.agreement = cores, keep, agreement
         self.apply_layernorm = apply_layernorm
         self.reshape_hidden_states = reshape_hidden_states
         self.stage_names = ["stem", *(f"stage{n}" for n in range(1, architecture.depth + 1))]
@@ -128,7 +131,7 @@ class VecaConfig(BackboneConfigMixin, PreTrainedConfig):  # type: ignore[misc]
         if fields.get("out_indices") == [self.depth]:
             fields.pop("out_features", None)
             fields.pop("out_indices", None)
-        for name in ("cores", "keep"):
+        for name in ("cores", "keep", "agreement"):
             if fields.get(name) is None:
                 fields.pop(name, None)
         for name, default in _BACKBONE_DEFAULTS.items():

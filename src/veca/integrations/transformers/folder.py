@@ -164,7 +164,7 @@ def read_provenance(source: str | os.PathLike[str], options: Mapping[str, Any]) 
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        held = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+        held = files.from_json(Path(found).read_text(encoding="utf-8")) if found else {}
         return held if isinstance(held, dict) else {}
     except (VecaError, OSError, ValueError, TypeError):
         return {}  # it is a remark; the weights are loaded already

@@ -23,10 +23,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BackboneOutput, ImageClassifierOutput
 from transformers.utils import ModelOutput
 
-from veca.checks import check_budget, check_keep
+from veca.checks import asked_keep, check_budget, is_auto
 from veca.integrations.transformers import folder as folders
 from veca.integrations.transformers.configuration import VecaConfig
-from veca.model import Block, CoreBank, CoreMove, LayerState, Veca, VecaOutput, spread_points
+from veca.model import Block, CoreBank, CoreMove, LayerState, Veca, spread_points
+from veca.outputs import VecaOutput
 from veca.weights import store
 from veca.weights.card import model_card
 
@@ -112,7 +113,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: VecaConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         check_budget(config.cores, config.num_cores)  # from_pretrained sets them unchecked
-        check_keep(config.keep)
+        asked_keep(config.keep)
         self.veca = _known_to_transformers(Veca(config.to_veca()))
         self.provenance: dict[str, Any] = {}
 
@@ -141,7 +142,7 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         self,
         pixel_values: Tensor,
         cores: int | None,
-        keep: float | None,
+        keep: float | str | None,
         hidden_states: bool | None,
         attentions: bool | None,
         shown: Sequence[int] | None = None,
@@ -155,16 +156,19 @@ class VecaPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         config = self.config
         cores = config.cores if cores is None else cores
         keep = config.keep if keep is None else keep
+        promise = config.agreement if is_auto(keep) else None
         hidden_states = config.output_hidden_states if hidden_states is None else hidden_states
         attentions = config.output_attentions if attentions is None else attentions
         if shown is None and not hidden_states and not attentions:
-            return _Run(self.veca(pixel_values, cores=cores, keep=keep), {}, None, None)
+            out = self.veca(pixel_values, cores=cores, keep=keep, agreement=promise)
+            return _Run(out, {}, None, None)
         last = config.depth if shown is None else max(shown)
         kept = range(last + 1) if hidden_states else shown or ()
         layers: dict[int, LayerState] = {}
         maps: list[Tensor] = []
         before: LayerState | None = None
-        for layer in self.veca.walk(pixel_values, cores, last=max(1, last), keep=keep):
+        walk = self.veca.walk(pixel_values, cores, last=max(1, last), keep=keep, agreement=promise)
+        for layer in walk:
             if layer.number in kept and not layer.merging:
                 layers[layer.number] = layer
             if attentions and before is not None and not layer.merging:
@@ -282,14 +286,14 @@ class VecaModel(VecaPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
     ) -> VecaModelOutput | tuple[Any, ...]:
         """Features of `pixel_values` [B, 3, H, W] (normalised, sides on the patch grid).
 
         Args:
             cores: the budget, 1..num_cores; by default the configuration's, else all.
             keep: the share of patch tokens that go on after merging, 0.2..1; by default the
-                configuration's, else all. Outputs cover the whole grid all the same.
+                configuration's, else all; or "auto". Outputs cover the whole grid all the same.
         """
         run = self._run(pixel_values, cores, keep, output_hidden_states, output_attentions)
         out = run.out
@@ -326,7 +330,7 @@ class VecaBackbone(BackboneMixin, VecaPreTrainedModel):  # type: ignore[misc]
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
     ) -> BackboneOutput | tuple[Any, ...]:
         """Feature maps of `pixel_values` [B, 3, H, W], one for each of `out_features`, in order.
 
@@ -364,7 +368,8 @@ class VecaForImageClassification(VecaPreTrainedModel):
     def base_model(self) -> VecaModel:
         """The bare model, which shares the weights."""
         bare: VecaModel = VecaModel.from_veca(self.veca, provenance=self.provenance)
-        bare.config.cores, bare.config.keep = self.config.cores, self.config.keep
+        for dial in ("cores", "keep", "agreement"):
+            setattr(bare.config, dial, getattr(self.config, dial))
         return bare
 
     def forward(
@@ -375,7 +380,7 @@ class VecaForImageClassification(VecaPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
-        keep: float | None = None,
+        keep: float | str | None = None,
     ) -> ImageClassifierOutput | tuple[Any, ...]:
         """Logits [B, num_labels]; with `labels` the loss, too.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
+from veca._util.files import from_json
 from veca.integrations.transformers.configuration import VecaConfig
 from veca.integrations.transformers.modeling import (
     VecaBackbone,
@@ -65,6 +65,6 @@ def _let_backbones_load_from_folders() -> None:
 def _is_ours(name: Any, subfolder: str) -> bool:
     try:
         text = (Path(name) / subfolder / "config.json").read_text(encoding="utf-8")
-        return bool(json.loads(text).get("model_type") == VecaConfig.model_type)
+        return bool(from_json(text).get("model_type") == VecaConfig.model_type)
     except (OSError, TypeError, ValueError, AttributeError):
         return False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from veca._util.files import check_regular
+from veca._util.files import check_regular, from_json
 from veca.errors import DatasetError
 from veca.images import check_name, extensions
 
@@ -79,7 +78,7 @@ class Tree:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
         return DatasetError(
             f"{self.root}: not a complete {self.info.name!r} dataset, missing {shown}; it comes "
-            f"from {self.info.where}; check_dataset({self.info.name!r}, ...) prints the layout",
+            f"from {self.info.where}; `veca datasets {self.info.name}` shows the layout",
             missing=names,
         )
 
@@ -107,8 +106,8 @@ class Tree:
     def json(self, name: str) -> Any:
         """The content of a JSON file."""
         try:
-            return json.loads(self._text(name))
-        except (ValueError, RecursionError) as error:
+            return from_json(self._text(name))
+        except ValueError as error:
             if isinstance(error, DatasetError):
                 raise
             raise self.error(name, f"is not JSON ({error}); correct it") from error

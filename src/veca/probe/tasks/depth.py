@@ -26,18 +26,8 @@ from veca.probe.intervals import Sums, mean_sums
 from veca.probe.metrics import depth_errors, mean_of
 from veca.probe.protocol import Depth
 from veca.probe.resize import bilinear
-from veca.probe.tasks.shared import (
-    Array,
-    DenseTask,
-    Labels,
-    Optimizer,
-    ProbeSetup,
-    TokenHead,
-    at_size,
-    merge,
-    require_sklearn,
-    together,
-)
+from veca.probe.tasks.dense import DenseTask, Labels, Optimizer, TokenHead, merge, together
+from veca.probe.tasks.shared import Array, ProbeSetup, at_size, require_sklearn
 from veca.probe.views import crop_of, depth_view
 
 

@@ -26,19 +26,8 @@ from veca.probe.intervals import Sums, iou_sums
 from veca.probe.metrics import Confusion
 from veca.probe.protocol import Segmentation
 from veca.probe.resize import argmax_at, bilinear
-from veca.probe.tasks.shared import (
-    Array,
-    DenseTask,
-    Labels,
-    Optimizer,
-    ProbeSetup,
-    TokenHead,
-    at_size,
-    merge,
-    number,
-    require_sklearn,
-    together,
-)
+from veca.probe.tasks.dense import DenseTask, Labels, Optimizer, TokenHead, merge, together
+from veca.probe.tasks.shared import Array, ProbeSetup, at_size, number, require_sklearn
 from veca.probe.views import FrameView, Tile
 
 
