@@ -9,7 +9,6 @@ import typer
 
 from veca._util.numbers import gigabytes
 from veca.cli.common import (
-    Cores,
     Device,
     Overwrite,
     Precision,
@@ -62,7 +61,9 @@ def large(
     context: Annotated[
         str, typer.Option(help="What a patch sees: image (exact), tile, overview or tile+overview.")
     ] = "image",
-    cores: Cores = None,
+    cores: Annotated[
+        int | None, typer.Option(min=1, help="The budget.", show_default="all the model has")
+    ] = None,
     keep: Annotated[
         str | None,
         typer.Option(help="With --context tile: the share of patches that go on after merging."),
