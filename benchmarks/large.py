@@ -74,6 +74,12 @@ def run(options: argparse.Namespace) -> None:
     write_csv(f"large_{options.part}", rows, device="cpu")
 
 
+def note(part: str, rows: list[dict[str, object]]) -> None:
+    """Rows so far: a part that is stopped leaves what it has measured."""
+    print(rows[-1], flush=True)
+    write_csv(f"large_{part}", rows, device="cpu")
+
+
 def mosaic(photos: Path | None, height: int, width: int, seed: int = 0) -> Pixels:
     """Squares of photos, each drawn at random, to fill a picture."""
     files = find_images([photos]) if photos is not None else bundled_photos()
@@ -132,7 +138,7 @@ def exactness(options: argparse.Namespace) -> list[dict[str, object]]:
             "patches": difference(out.features, whole[0]),
             "cores_differ": difference(out.cores.numpy(), whole[1]),
         })  # fmt: skip
-        print(rows[-1], flush=True)
+        note("exactness", rows)
         del out, whole
     return rows
 
@@ -213,7 +219,7 @@ def ranks(options: argparse.Namespace) -> list[dict[str, object]]:
                 "size": side, "ranks": 2, "patches": difference(found, whole[0]),
                 "bytes_a_layer": exchanged // layers,
             })  # fmt: skip
-            print(rows[-1], flush=True)
+            note("ranks", rows)
     return rows
 
 
@@ -337,7 +343,7 @@ def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
             "resident_gib": usage.ru_maxrss / 2**20, "store_gb": stored / 1e9,
             "exponent_of_cpu": _exponent(before, side, cpu),
         })  # fmt: skip
-        print(rows[-1], flush=True)
+        note("scaling", rows)
     return rows
 
 
@@ -383,11 +389,11 @@ def contexts(options: argparse.Namespace) -> list[dict[str, object]]:
             seconds = (time.process_time() - start) / sum(p.shape[0] * p.shape[1] for p, _ in pairs)
             rows.append({
                 "pictures": kind, "size": side, "count": len(pairs), "context": context,
-                "miou": 100 * _miou(counts), "accuracy": 100 * counts.trace() / counts.sum(),
+                "miou": 100 * _miou(counts), "accuracy": float(100 * counts.trace() / counts.sum()),
                 "seams": float(np.mean(seams)) if seams else "",
                 "cpu_s_a_megapixel": seconds * 1e6,
             })  # fmt: skip
-            print(rows[-1], flush=True)
+            note("contexts", rows)
     return rows
 
 
