@@ -8,7 +8,7 @@ LOWEST_EXTRAS := train,probe,viz,export,hf,embed,search
 # One thread: on a busy machine several that wait for each other are many times slower.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: run test test-fast test-gpu coverage research-test lint docs docs-version build sbom lowest clean
+.PHONY: run test test-fast test-gpu coverage research-test attack lint docs docs-version build sbom lowest clean
 
 run: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/veca quickstart
@@ -28,16 +28,21 @@ coverage: $(VENV)/.installed-dev
 research-test: $(VENV)/.installed-dev  # the laboratory, which gates nothing
 	$(TEST) research/tests
 
+attack: $(VENV)/.installed-dev  # about 20 minutes on two cores; a stopped one goes on
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[attack]' \
+		|| echo "atheris cannot be installed here; fuzzing is skipped"
+	OMP_NUM_THREADS=1 $(BIN)/python -m attack all
+
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-dev  # the site, into build/site; broken links and warnings fail
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	VECA_LIVE_DEMO=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-version: $(VENV)/.installed-dev  # the site of VERSION into the branch gh-pages, beside the others
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
+	VECA_LIVE_DEMO=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest
 	$(BIN)/mike set-default latest
 
 build: $(VENV)/.installed-dev  # the wheel and the source archive, into dist/

@@ -16,29 +16,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from attack.registry import ATTACKS, listing
+from attack.registry import ATTACKS, Options, Report, listing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "attack" / "results"
 STATE = ROOT / "build" / "attack"
-
-
-class Options(NamedTuple):
-    """What every attack is told."""
-
-    seed: int
-    count: int
-    only: tuple[str, ...]
-    """Targets; none: all."""
-    state: Path
-    """Where to keep what is done."""
-    until: float | None
-    """A moment of `time.monotonic` at which to stop."""
-
-
-Rows = list[dict[str, object]]
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -67,17 +50,15 @@ def main(words: Sequence[str] | None = None) -> int:
     names = list(ATTACKS) if given.name == "all" else [given.name]
     until = None if given.seconds is None else time.monotonic() + given.seconds
     only = tuple(name for name in given.only.split(",") if name)
-    faults = 0
+    faults, stopped = 0, False
     for name in names:
         seed = _seed(given.state, name, given.seed)
         count = ATTACKS[name].count if given.count is None else given.count
         print(f"{name}: seed {seed}", flush=True)
         found = _run(name, Options(seed, count, only, given.state, until), given.out)
-        if found is None:
-            print(f"{name}: stopped; the same command goes on")
-            return 1
-        faults += found
-    return 1 if faults else 0
+        faults += len(found.failed)
+        stopped |= not found.finished
+    return 1 if faults or stopped else 0
 
 
 def _seed(state: Path, name: str, asked: int | None) -> int:
@@ -91,25 +72,26 @@ def _seed(state: Path, name: str, asked: int | None) -> int:
     return seed
 
 
-def _run(name: str, options: Options, out: Path) -> int | None:
-    """How many cases failed; None if the run was stopped."""
-    module = importlib.import_module(f"attack.{name}")
-    found: tuple[Rows, list[str]] | None = module.run(options)
-    if found is None:
-        return None
+def _run(name: str, options: Options, out: Path) -> Report:
+    """Run an attack and write its table: of a stopped one, what was done so far."""
+    report: Report = importlib.import_module(f"attack.{name}").run(options)
     from benchmarks.common import print_table, write_csv
 
-    rows, failed = found
     facts = {"seed": options.seed, "pillow": _version("pillow")}
-    print_table(rows)
-    if not options.only:
-        write_csv(name, [{**row, **facts} for row in rows], out, device="cpu")
-    (options.state / f"{name}.seed").unlink(missing_ok=True)
-    (options.state / f"{name}.json").unlink(missing_ok=True)
-    for line in failed:
+    if report.rows:
+        print_table(report.rows)
+        rows = [{**row, **facts} for row in report.rows]
+        # Of some targets alone: the rows of the others stay.
+        write_csv(name, rows, out, device="cpu", key=next(iter(rows[0])) if options.only else "")
+    for line in report.failed:
         print(f"FAILED {line.splitlines()[0]}")
-    print(f"{name}: {len(failed)} failures, seed {options.seed}", flush=True)
-    return len(failed)
+    print(f"{name}: {len(report.failed)} failures, seed {options.seed}")
+    if report.finished:
+        (options.state / f"{name}.seed").unlink(missing_ok=True)
+        (options.state / f"{name}.json").unlink(missing_ok=True)
+    else:
+        print(f"{name}: stopped; the same command goes on", flush=True)
+    return report
 
 
 def _version(package: str) -> str:

@@ -11,12 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
+from attack.registry import Options, Report
 from attack.sandbox import ACCEPTED, FAILURES, Result, Sandbox, in_a_fork
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 KINDS = ("accepted", "changed", "refused", *FAILURES)
 
@@ -63,6 +61,10 @@ class Prepared(Protocol):
 
     def read(self, case: Case, data: bytes) -> Result:
         """What becomes of these bytes in place of the case's file."""
+        ...
+
+    def costs(self, case: Case) -> int:
+        """Cases that cost more come later; of equal ones, targets take turns."""
         ...
 
     def whole(self, case: Case) -> bytes:
@@ -183,6 +185,7 @@ def attack(
         for name, count in targets.items()
         if tally.done[name] <= number < count
     ]
+    waiting.sort(key=lambda case: prepared.costs(case))
     told = time.monotonic()
     with Sandbox(one) as sandbox:
         for index, case in enumerate(waiting):
@@ -228,11 +231,9 @@ def _report(
     sys.stdout.flush()
 
 
-def run_campaign(
-    options: Options, name: str, make: Callable[[Path], Campaign]
-) -> tuple[list[dict[str, object]], list[str]] | None:
-    """A whole campaign: its table and what failed; None if it was stopped."""
-    tally = Tally(options.state / f"{name}.json", {"seed": options.seed, "count": options.count})
+def run_campaign(options: Options, name: str, make: Callable[[Path], Campaign]) -> Report:
+    """A whole campaign."""
+    tally = Tally(options.state / f"{name}.json", {"seed": options.seed})
     with tempfile.TemporaryDirectory() as folder:
         prepared = make(Path(folder))
         every = prepared.targets(options.count)
@@ -245,4 +246,4 @@ def run_campaign(
             until=options.until,
             keep_in=options.state / "failures",
         )
-    return (tally.rows(prepared.row_of), tally.failed) if done else None
+    return Report(tally.rows(prepared.row_of), tally.failed, done)

@@ -358,8 +358,8 @@ def _size_field(data: bytes) -> tuple[int | None, str]:
     if data[:2] == b"\xff\xd8":
         found = re.search(rb"\xff[\xc0-\xc2]\x00.\x08", data, re.DOTALL)
         return (found.end(), ">HH") if found else (None, "")
-    found = data.find(b"ispe")  # AVIF, HEIC
-    return (found + 8, ">II") if found >= 0 else (None, "")
+    place = data.find(b"ispe")  # AVIF, HEIC
+    return (place + 8, ">II") if place >= 0 else (None, "")
 
 
 def lie_of_tiff(data: bytes, rng: random.Random) -> bytes:

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from attack import damage
 from attack.campaign import Case, run_campaign
 from attack.damage import Damage, Mutant, mutate
 from attack.pictures import photo
+from attack.registry import Options, Report
 from attack.sandbox import Result, digest, in_a_fork, judged
-from veca import weights
+from veca import content, weights
 from veca._util.tensor_file import SEAL
 from veca.core_memory import CoreMemory
 from veca.data.decode import EncodedImage
@@ -46,9 +47,6 @@ from veca.probe.record import Row, Run, write_run
 from veca.teachers import load_teacher, read_dense_vit, save_dense_vit
 from veca.weights.card import model_card
 from veca.weights.tensors import write_file
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 SMALLEST = veca.VecaConfig(depth=2, width=32, heads=2, num_cores=8)
 RUN: dict[str, Any] = {
@@ -137,7 +135,6 @@ class Target(NamedTuple):
 
 def _make_weights(folder: Path) -> None:
     made = model()
-    made.config.to_dict()
     veca.save(
         made, folder / "w", provenance={"licence": "apache-2.0", "teacher": "x", "samples": 3}
     )
@@ -365,8 +362,21 @@ def _make_settings(folder: Path) -> None:
 
 
 def _make_tuning(folder: Path) -> None:
-    photos(folder / "photos", 2)
+    photos(folder / "photos", 20)
     _tuned(folder)
+    (folder / "calibration.json").write_bytes(_calibrate(folder).to_bytes())
+
+
+def _calibrate(folder: Path) -> content.Calibration:
+    from veca.calibrate import calibrate
+
+    return calibrate(
+        model(), folder / "photos", sizes=[32], count=20, measured=folder / "measured.json"
+    )
+
+
+def _calibrated(folder: Path) -> object:
+    return _calibrate(folder).sizes
 
 
 def _tuned(folder: Path) -> object:
@@ -377,7 +387,7 @@ def _tuned(folder: Path) -> object:
     return sorted(map(str, (point.candidate for point in done.points)))
 
 
-# ------------------------------------------------------------------------------------ large pictures
+# -------------------------------------------------------------------------------- large pictures
 
 
 def _make_memory(folder: Path) -> None:
@@ -466,7 +476,7 @@ def _our_teacher(place: Path) -> object:
     return load_teacher(place)(torch.full((1, 3, 32, 32), 0.5), (2, 2))
 
 
-# -------------------------------------------------------------------------------------------- tables
+# ---------------------------------------------------------------------------------------- tables
 
 MAKERS: Mapping[str, Callable[[Path], None]] = {
     "weights": _make_weights, "run": _make_run, "export": _make_export, "features": _make_features,
@@ -531,7 +541,8 @@ TARGETS: Mapping[str, Target] = {
     "recipe": Target("run", "recipe.toml", lambda f: load_config(f / "recipe.toml"), _T),
     "recipe-base": Target("run", "base.toml", lambda f: load_config(f / "recipe.toml"), _T),
     "onnx": Target("export", "onnx/*.onnx", _exported("onnx/*.onnx"), _B, always),
-    "onnx-alone": Target("export", "lone-onnx/small.onnx", _exported("lone-onnx/*.onnx"), _B, always),
+    "onnx-alone": Target("export", "lone-onnx/small.onnx", _exported("lone-onnx/*.onnx"), _B,
+                         always),
     "onnx-report": Target("export", "onnx/*.json", _exported("onnx/*.onnx"), _J),
     "pt2": Target("export", "pt2/*.pt2", _exported("pt2/*.pt2"), _Z, always, True),
     "pt2-alone": Target("export", "lone-pt2/small.pt2", _exported("lone-pt2/*.pt2"), _Z, always),
@@ -569,9 +580,18 @@ TARGETS: Mapping[str, Target] = {
     "label-png": Target("labels", "label.png", _labels("label.png"), damage.image_damage("png"),
                         always),
     "label-npy": Target("labels", "depth.npy", _labels("depth.npy"), _B),
-    "protocol": Target("settings", "protocol.toml", lambda f: load_protocol(f / "protocol.toml"), _T),
+    "protocol": Target("settings", "protocol.toml", lambda f: load_protocol(f / "protocol.toml"),
+                       _T),
     "point": Target("settings", "point.json", lambda f: read_point(f / "point.json"), _J),
-    "probe-record": Target("settings", "results.json", lambda f: read_run(f / "results.json"), _J),
+    "probe-record": Target("settings", "results.json", lambda f: read_run(f / "results.json"),
+                           _J),
+    "calibration": Target(
+        "tuning",
+        "calibration.json",
+        lambda f: content.read((f / "calibration.json").read_bytes()),
+        _J,
+    ),
+    "calibrate-measurements": Target("tuning", "measured.json", _calibrated, _J),
     "tune-measurements": Target("tuning", "out/measurements.json", _tuned, _J),
     "core-memory": Target("memory", "core.safetensors", _memory, _S, _SEALED, True),
     "large-manifest": Target("pass", "state/manifest.json", _pass, _J, always, True),
@@ -626,6 +646,9 @@ class Files:
             raise FileNotFoundError(f"{name}: no {target.file} among {sorted(place.rglob('*'))}")
         return found[0].relative_to(place)
 
+    def costs(self, case: Case) -> int:
+        return 0
+
     def whole(self, case: Case) -> bytes:
         return (self._whole(TARGETS[case.file].maker) / self.files[case.file]).read_bytes()
 
@@ -657,5 +680,5 @@ class Files:
         )
 
 
-def run(options: Options) -> tuple[list[dict[str, object]], list[str]] | None:
+def run(options: Options) -> Report:
     return run_campaign(options, "files", Files)

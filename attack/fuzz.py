@@ -10,12 +10,10 @@ import importlib.util
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from attack.__main__ import Options
+from attack.registry import Options, Report
 
 READERS = ("images", "safetensors", "pt", "manifests", "settings")
 CORPUS = Path(__file__).with_name("corpus")
@@ -23,22 +21,23 @@ _RUNS = re.compile(r"^#(\d+)\s.*?cov: (\d+)", re.MULTILINE)
 _FAILED = ("foreign", "hang", "over memory")
 
 
-def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
+def run(options: Options) -> Report:
     """Fuzz each reader for `count` seconds."""
     if importlib.util.find_spec("atheris") is None:
         print("fuzz: skipped, atheris is not installed (pip install 'veca[attack]')")
-        return [{"reader": name, "outcome": "skipped"} for name in READERS], []
-    rows, failed = [], []
+        return Report([{"reader": name, "outcome": "skipped"} for name in READERS], [])
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     for name in options.only or READERS:
-        if options.until is not None and time.monotonic() > options.until:
-            return None
+        if options.is_over:
+            return Report(rows, failed, False)
         row, said = fuzzed(name, options.seed, options.count, options.state)
         rows.append(row)
         print(row, flush=True)
         if row["outcome"] in _FAILED:
             failed.append(f"{name}: {row['outcome']}: {said[-600:]}")
             print(said[-3000:])
-    return rows, failed
+    return Report(rows, failed)
 
 
 def fuzzed(name: str, seed: int, seconds: int, state: Path) -> tuple[dict[str, Any], str]:

@@ -17,14 +17,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attack.launch import Started, prepare
+from attack.registry import Options, Report
 from attack.sandbox import FOREIGN, HANG, REFUSED, SILENT, Result
 from attack.scenes import SCENES, differences, forget
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 _PATIENCE = 120.0
 _FULL = {"pack": 48, "distill": 96, "tune": 4, "probe": 8}
@@ -215,24 +213,25 @@ CHECKS: Mapping[str, Callable[[Place, random.Random], None]] = {
 }
 
 
-def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
+def run(options: Options) -> Report:
     """Every check on every command, `count` times."""
     prepare()
-    rows, failed = [], []
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.only or SCENES:
             place = Place(Path(folder), name)
             for what, check in CHECKS.items():
                 for number in range(options.count):
-                    if options.until is not None and time.monotonic() > options.until:
-                        return None
+                    if options.is_over:
+                        return Report(rows, failed, False)
                     rng = random.Random(f"{options.seed} {name} {what} {number}")
                     row = _tried(place, what, check, rng)
                     rows.append(row)
                     print(f"{name}, {what}: {row['outcome']} {row['detail']}", flush=True)
                     if row["outcome"] not in ("held", "skipped"):
                         failed.append(f"{name}, {what}: {row['outcome']}: {row['detail']}")
-    return rows, failed
+    return Report(rows, failed)
 
 
 def _tried(

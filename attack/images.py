@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +12,7 @@ import veca
 from attack.campaign import Case, run_campaign
 from attack.damage import Mutant, image_damage, mutate
 from attack.pictures import photo, pictures, suffix_of
+from attack.registry import Options, Report
 from attack.sandbox import Result, digest, judged
 from veca.app.content import Limits
 from veca.app.handlers import Controls, Handlers
@@ -22,9 +22,6 @@ from veca.data import open_source, pack
 from veca.embed import extract
 from veca.errors import ImageError
 from veca.images import preprocess, read_image
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 SMALLEST = veca.VecaConfig(depth=2, width=32, heads=2, num_cores=8)
 _WAYS = ("read", "features", "pack", "demo")
@@ -66,6 +63,9 @@ class Images:
 
     def _mutant(self, case: Case) -> Mutant:
         return mutate(self.originals[case.file], image_damage(case.file), case.rng)
+
+    def costs(self, case: Case) -> int:
+        return int(case.way != "read")
 
     def whole(self, case: Case) -> bytes:
         return self.originals[case.file]
@@ -126,5 +126,5 @@ def _one_of_two(done: int, failed: Sequence[tuple[str, str]]) -> bool:
     return True
 
 
-def run(options: Options) -> tuple[list[dict[str, object]], list[str]] | None:
+def run(options: Options) -> Report:
     return run_campaign(options, "images", Images)

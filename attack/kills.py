@@ -7,13 +7,11 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from attack.launch import Started, prepare
+from attack.registry import Options, Report
 from attack.scenes import SCENES, differences, forget
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 _MOST = 6
 """Kills of one run, one after the other, before it is let finish."""
@@ -77,7 +75,7 @@ class Kills:
         return KillReport(kills, fault, time.monotonic() - begun)
 
 
-def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
+def run(options: Options) -> Report:
     """`count` kills in all, spread over the commands."""
     prepare()
     names = list(options.only or SCENES)
@@ -92,8 +90,8 @@ def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
                 continue
             kills = Kills(Path(folder), name)
             while row["kills"] < share:
-                if options.until is not None and time.monotonic() > options.until:
-                    return None
+                if options.is_over:
+                    return Report(list(done.values()), failed, False)
                 rng = random.Random(f"{options.seed} {name} {row['runs']}")
                 found = kills.run(rng, min(_MOST, share - row["kills"]))
                 row["runs"] += 1
@@ -102,17 +100,17 @@ def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
                 if found.fault:
                     failed.append(f"{name}, run {row['runs']}: {found.fault}")
                     print(f"FAILED {failed[-1]}", flush=True)
-                facts = {"seed": options.seed, "count": options.count}
+                facts = {"seed": options.seed}
                 kept.parent.mkdir(parents=True, exist_ok=True)
                 kept.write_text(json.dumps({"facts": facts, "rows": {**done, "failed": failed}}))
             print(f"{name}: {row['kills']} kills, {row['faults']} faults", flush=True)
-    return list(done.values()), failed
+    return Report(list(done.values()), failed)
 
 
 def _recalled(kept: Path, options: Options) -> dict[str, Any]:
     if kept.exists():
         table = json.loads(kept.read_text())
-        if table["facts"] == {"seed": options.seed, "count": options.count}:
+        if table["facts"] == {"seed": options.seed}:
             rows: dict[str, Any] = table["rows"]
             return rows
     return {}

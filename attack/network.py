@@ -12,19 +12,17 @@ import json
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import veca
 from attack.files import model, photos
 from attack.hostile import Skipped
 from attack.launch import Started, command, prepare
+from attack.registry import Options, Report
 from attack.scenes import SCENES
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 _NEW_NET, _NEW_USER = 0x40000000, 0x10000000
 _ELSEWHERE = ("192.0.2.1", 9)  # an address of the range for documentation
@@ -59,7 +57,7 @@ COMMANDS: Mapping[str, Command] = {
 }  # fmt: skip
 
 
-def prepare_home(home: Path) -> None:
+def prepare_home(home: Path) -> int:
     """Inputs of all the commands."""
     from veca.embed import embed
 
@@ -69,6 +67,7 @@ def prepare_home(home: Path) -> None:
     if not (home / "w").exists():
         veca.save(model(), home / "w")
     embed(home / "photos", home / "index", weights=home / "w", size=32, workers=0, threads=1)
+    return 0
 
 
 def isolate() -> None:
@@ -84,7 +83,8 @@ def isolate() -> None:
 
 def attempts() -> int:
     """How often something in this namespace wanted to send and found no way."""
-    names, values = ([], [])
+    names: list[str] = []
+    values: list[str] = []
     for line in Path("/proc/self/net/snmp").read_text().splitlines():
         if line.startswith("Ip:"):
             names, values = values, line.split()[1:]
@@ -114,20 +114,23 @@ def _watched(work: Callable[[], int], report: Path) -> Callable[[], int]:
     return run
 
 
-def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
+def run(options: Options) -> Report:
     prepare()
-    rows, failed = [], []
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        Started(lambda: prepare_home(home) or 0, home / "said.txt").wait()
+        made = Started(partial(prepare_home, home), home / "said.txt")
+        if made.wait():
+            raise RuntimeError(f"the inputs cannot be made: {made.text()[-800:]}")
         for name in options.only or COMMANDS:
-            if options.until is not None and time.monotonic() > options.until:
-                return None
+            if options.is_over:
+                return Report(rows, failed, False)
             rows.append(tried(home, name))
             print(rows[-1], flush=True)
             if rows[-1]["outcome"] not in ("held", "skipped"):
                 failed.append(f"{name}: {rows[-1]['outcome']}: {rows[-1]['detail']}")
-    return rows, failed
+    return Report(rows, failed)
 
 
 def tried(home: Path, name: str) -> dict[str, Any]:

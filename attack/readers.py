@@ -10,13 +10,15 @@ import io
 import json
 import tempfile
 from collections.abc import Callable, Mapping
+from importlib import resources
 from pathlib import Path
 
 import veca
 from veca import weights
 from veca.distill import load_config
 from veca.distill.checkpoint import read as read_checkpoint
-from veca.embed import read_embeddings
+from veca.distill.recipe import recipe_text
+from veca.embed import embed, read_embeddings
 from veca.embed.writers import read_failures
 from veca.embed.writers.folder import begun
 from veca.errors import VecaError
@@ -57,7 +59,7 @@ def manifests(data: bytes) -> None:
     """The first byte says which; the rest is its text."""
     kind, text = data[:1], data[1:]
     if kind == b"e":
-        read_embeddings(_written("e/embeddings.json", text).parent)
+        read_embeddings(_written("e/embed.json", text).parent)
     elif kind == b"f":
         begun(_written("f/features.json", text).parent)
     elif kind == b"c":
@@ -93,7 +95,6 @@ def try_one(name: str, data: bytes) -> None:
 
 def write_corpus(folder: Path = CORPUS) -> None:
     """Small whole files that fuzzing starts from: some kilobytes."""
-    import torch
     from PIL import Image
 
     def keep(reader: str, name: str, data: bytes) -> None:
@@ -111,12 +112,23 @@ def write_corpus(folder: Path = CORPUS) -> None:
     with tempfile.TemporaryDirectory() as place:
         path = veca.save(made, Path(place) / "x.safetensors", provenance={"licence": "x"})
         keep("safetensors", "weights.safetensors", path.read_bytes())
-        torch.save({"student": {"x": torch.ones(2)}, "config": {}}, Path(place) / "x.pt")
+        veca.export_official(made, Path(place) / "x.pt", chunk=2)
         keep("pt", "checkpoint.pt", (Path(place) / "x.pt").read_bytes())
-    point = {"format": "veca-point-1", "weights": "x", "weights_sha256": "0", "machine": "x",
-             "precision": "float32", "size": 224, "cores": 8, "keep": 0.5, "measured": {}}  # fmt: skip
+        image.save(Path(place) / "a.png")
+        embed(Path(place) / "a.png", Path(place) / "e", weights=path, size=4, workers=0)
+        keep("manifests", "embeddings", b"e" + (Path(place) / "e" / "embed.json").read_bytes())
+    point = {
+        "format": "veca-point-1",
+        "weights": "x",
+        "weights_sha256": "0",
+        "machine": "x",
+        "precision": "float32",
+        "size": 224,
+        "cores": 8,
+        "keep": 1.0,
+        "measured": {},
+    }
     keep("manifests", "point", b"p" + json.dumps(point).encode())
-    keep("manifests", "embeddings", b'e{"layout": "veca-embeddings-1", "settings": {"size": 32}}')
     keep("manifests", "features", b'f{"fingerprint": "x", "root": "/x", "size": 32}')
     keep(
         "manifests",
@@ -125,5 +137,6 @@ def write_corpus(folder: Path = CORPUS) -> None:
     )
     keep("manifests", "failures", b'l{"path": "a.png", "reason": "x"}\n')
     keep("manifests", "run", b'r{"task": "knn", "rows": [], "protocol": {"name": "quick"}}')
-    keep("settings", "protocol", b'pname = "x"\nsize = 224\n[knn]\nk = [10, 20]\nreport_k = 10\n')
-    keep("settings", "recipe", b'r[student]\npreset = "tiny"\n[schedule]\nsteps = 4\nwarmup = 1\n')
+    protocol = resources.files("veca.probe") / "protocols" / "quick.toml"
+    keep("settings", "protocol", b"p" + protocol.read_bytes())
+    keep("settings", "recipe", b"r" + recipe_text("laptop").encode())

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 
-class Attack(NamedTuple):
+@dataclass(frozen=True)
+class Attack:
     summary: str
     count: int
     """Cases of a usual run: of each target, or kills in all."""
     minutes: float
     """Of a usual run on two cores, about."""
+
+
+class Report(NamedTuple):
+    """What an attack found."""
+
+    rows: list[dict[str, Any]]
+    """Its table."""
+    failed: list[str]
+    finished: bool = True
+    """False: it was stopped, and goes on when it is asked for again."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every attack is told."""
+
+    seed: int
+    count: int
+    only: tuple[str, ...]
+    """Targets; none: all."""
+    state: Path
+    """Where to keep what is done."""
+    until: float | None
+    """A moment of `time.monotonic` at which to stop."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.until is not None and time.monotonic() > self.until
 
 
 ATTACKS = {

@@ -16,17 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import veca
 from attack.damage import JSON, mutate
 from attack.files import model
 from attack.pictures import photo
+from attack.registry import Options, Report
 from veca.app import guard, server
-
-if TYPE_CHECKING:
-    from attack.__main__ import Options
 
 _SECONDS = 30.0
 _SLOW = 100
@@ -324,12 +322,13 @@ def checked(page: Page, what: str, seed: int, count: int) -> dict[str, Any]:
     return {"check": what, **numbers, "faults": int(bool(fault)), "detail": fault}
 
 
-def run(options: Options) -> tuple[list[dict[str, Any]], list[str]] | None:
+def run(options: Options) -> Report:
     rows = []
     with tempfile.TemporaryDirectory() as folder, demo(Path(folder)) as page:
         for what in options.only or CHECKS:
             rows.append(checked(page, what, options.seed, options.count))
             print(rows[-1], flush=True)
-            if options.until is not None and time.monotonic() > options.until:
-                return None
-    return rows, [f"{row['check']}: {row['detail']}" for row in rows if row["faults"]]
+            if options.is_over:
+                break
+    failed = [f"{row['check']}: {row['detail']}" for row in rows if row["faults"]]
+    return Report(rows, failed, len(rows) == len(options.only or CHECKS))

@@ -11,7 +11,7 @@ ones are interpolated, as `veca calibrate` does.
 Time, over that of the full pass: on the first `--timed` photos, float32, one core, in turns, each
 the least of `--rounds` in processor seconds, which others on the machine disturb little; one by
 one, and in batches of `--batch`. With the oracle's shares given, images of a batch are grouped as
-"auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes folders of squares.
+"auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes such folders.
 `--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
 """
 
@@ -21,6 +21,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ import veca
 from benchmarks.common import print_table, write_csv
 from benchmarks.rows import RESULTS
 from veca import calibrate as library
-from veca.calibrate import Measurements, Records
+from veca.calibrate import Measurements, Records, budgets
 from veca.content import KEPT, Calibration, Floats
 from veca.cost import cost
 from veca.embed.sources import drawn
@@ -72,18 +73,12 @@ def timed(
     sums: dict[str, float] = {}
     for start in range(0, len(images) - batch + 1, batch):
         part = images[start : start + batch]
-        calls: dict[str, Callable[[], object]] = {"full": lambda part=part: model(part)}  # type: ignore[misc]
+        calls: dict[str, Callable[[], object]] = {"full": partial(model, part)}
         for i, promise in enumerate(PROMISES):
             shares = oracle[i][start : start + batch].tolist()
-            calls |= {
-                f"fixed {promise}": lambda part=part, k=fixed[i]: model(part, keep=k),  # type: ignore[misc]
-                f"auto {promise}": lambda part=part, p=promise: model(  # type: ignore[misc]
-                    part, keep="auto", agreement=p
-                ),
-                f"oracle {promise}": lambda part=part, s=shares: with_shares(  # type: ignore[misc]
-                    model, part, s
-                ),
-            }
+            calls[f"fixed {promise}"] = partial(model, part, keep=fixed[i])
+            calls[f"auto {promise}"] = partial(model, part, keep="auto", agreement=promise)
+            calls[f"oracle {promise}"] = partial(with_shares, model, part, shares)
         for name, seconds in times(calls, rounds).items():
             sums[name] = sums.get(name, 0.0) + seconds
     return {name: seconds / sums["full"] for name, seconds in sums.items()}
@@ -195,7 +190,8 @@ def run(options: argparse.Namespace) -> int:
         place = None
         if options.measured is not None:
             place = options.measured / f"{name}.json"
-        records = Records(place, model.calibration.weights_sha256)
+        number = len(budgets(model))
+        records = Records(place, model.calibration.weights_sha256, number)
         found, images = [], []
         for i, (key, photo) in enumerate(itertools.islice(drawn(options.photos), options.limit)):
             found.append(records.row(model, key, photo, size, i < options.cores))

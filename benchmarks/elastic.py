@@ -4,14 +4,15 @@
     python -m benchmarks elastic --gpu
 
 For the shipped weights at 512 and 1024 px, each point beside the full pass (64 cores, every patch):
-the mean cosine of CLS and patches with it on all photos, and its time on `--timed` of them, in
-float32 on one core, in turns, as the median of the ratios of the processor's time. Features of
-smaller images are enlarged bilinearly. "plain walk" is the network as in 0.1, without a line about
-merging. Photos are squares of at least the size, which choose nothing;
-`python -m research.elastic photos` makes such folders.
-A quarter of an hour of one core. `--only` measures a part, `--agreement` on a GPU takes the cosines
-and `--times` the times, `--join` brings the two files together; each row says where both came from.
-Writes results/elastic.csv.
+the mean cosine of CLS and patches with it, and its time, in float32 on one core, in turns, as the
+median over the photos of the ratios of the processor's time. Features of smaller images are
+enlarged bilinearly. "plain walk" is the network as in 0.1, without a line about merging. Photos are
+squares of at least the size, which choose nothing; `python -m research.elastic photos` makes such
+folders.
+
+An hour and a half of one core. `--only` measures a part, `--agreement` (on a GPU, say) takes the
+cosines alone and `--times` the times of `--timed` photos, `--join` brings two such files together;
+each row says where both came from. Writes results/elastic.csv.
 
 `--gpu`: the compiled engine of ViT-B size, fresh weights, bfloat16, beside a dense ViT of its width
 with FlashAttention, both as CUDA graphs, in turns. Writes results/elastic_gpu.csv.
@@ -20,6 +21,7 @@ with FlashAttention, both as CUDA graphs, in turns. Writes results/elastic_gpu.c
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import statistics
 import time
@@ -43,7 +45,9 @@ from veca.images import EXTENSIONS
 from veca.model import Block, Veca
 
 SIZES = (512, 1024)
-KEEPS = (0.5, 0.45, 0.35, 0.25, 0.2)
+KEEPS = (0.5, 0.42, 0.33, 0.25)
+KEEPS_OF_FEW = ((0.25, 48), (0.25, 24))
+"""With so many cores."""
 CORES = (8,)
 SMALLER = (3 / 4, 1 / 2)
 BOTH = ((7 / 8, 16), (3 / 4, 16))
@@ -88,6 +92,7 @@ def points(side: int) -> list[Point]:
         Point("full", pixels=side),
         Point(PLAIN, pixels=side),
         *(Point("keep", keep=keep, pixels=side) for keep in KEEPS),
+        *(Point("keep", keep=keep, cores=cores, pixels=side) for keep, cores in KEEPS_OF_FEW),
         *(Point("cores", cores=cores, pixels=side) for cores in CORES),
         *(Point("size", pixels=pixels(share)) for share in SMALLER),
         *(Point("cores and size", cores=cores, pixels=pixels(share)) for share, cores in BOTH),
@@ -124,65 +129,55 @@ def load(files: Sequence[Path], side: int, config: veca.VecaConfig) -> Tensor:
         return torch.cat(list(pool.map(one, files)))
 
 
+def by_lot(file: Path) -> str:
+    """An order that says nothing about a photo but its name, so that any part is a fair one."""
+    return hashlib.sha256(file.stem.encode()).hexdigest()
+
+
 def cosines(a: Features, b: Features) -> Tensor:
     """CLS and patches of each photo: [B, 2]."""
     cls = F.cosine_similarity(a[0], b[0], dim=-1)
     return torch.stack([cls, F.cosine_similarity(a[1], b[1], dim=1).mean(dim=(1, 2))], dim=1)
 
 
-@torch.inference_mode()
-def agreements(
-    model: Veca, files: Sequence[Path], side: int, device: str
-) -> dict[Point, tuple[float, float]]:
-    """Mean cosines of CLS and patches with the full pass, point by point.
+class Found(NamedTuple):
+    """What was found of a point, photo by photo."""
 
-    Of the plain walk on the first few photos, for it can only be equal.
+    ms: list[float]
+    cosines: list[Tensor]
+
+
+@torch.inference_mode()
+def race(
+    model: Veca, files: Sequence[Path], side: int, device: str, seconds: float
+) -> dict[Point, Found]:
+    """Every point on one photo after the other, until `seconds` are over.
+
+    Milliseconds are of the thread's own time: with one thread the same as by the clock on an idle
+    machine, and hardly disturbed by what else runs.
     """
     model = model.to(device)
     asked = points(side)
-    found: dict[Point, list[Tensor]] = {point: [] for point in asked}
-    count = max(1, (32 if device == "cuda" else 2) * 512**2 // side**2)
-    for start in range(0, len(files), count):
-        part = files[start : start + count]
-        images = {
-            pixels: load(part, pixels, model.config).to(device)
-            for pixels in {point.pixels for point in asked}
-        }
-        full = asked[0].run(model, images[side], side)
-        for point in asked:
-            if point.name == PLAIN and start:
-                continue
-            found[point].append(cosines(point.run(model, images[point.pixels], side), full))
-    model.to("cpu")
-    means = {point: torch.cat(parts).mean(dim=0).tolist() for point, parts in found.items()}
-    return {point: (cls, patches) for point, (cls, patches) in means.items()}
-
-
-@torch.inference_mode()
-def times(
-    model: Veca, files: Sequence[Path], side: int, seconds: float
-) -> dict[Point, list[float]]:
-    """Milliseconds of each point, a round a photo.
-
-    Of the thread's own time: with one thread the same as by the clock on an idle machine, and not
-    disturbed by what else runs.
-    """
-    asked = points(side)
-    taken: dict[Point, list[float]] = {point: [] for point in asked}
+    found = {point: Found([], []) for point in asked}
     start = time.monotonic()
     for number, file in enumerate([files[0], *files]):  # the first one twice, to warm up
         images = {
-            pixels: load([file], pixels, model.config)
+            pixels: load([file], pixels, model.config).to(device)
             for pixels in {point.pixels for point in asked}
         }
+        full: Features | None = None
         for point in asked:
             begin = time.thread_time()
-            point.run(model, images[point.pixels], side)
+            features = point.run(model, images[point.pixels], side)
+            ms = 1000 * (time.thread_time() - begin)
+            full = full or features
             if number:
-                taken[point].append(1000 * (time.thread_time() - begin))
+                found[point].ms.append(ms)
+                found[point].cosines.append(cosines(features, full).cpu())
         if number and time.monotonic() - start > seconds:
             break
-    return taken
+    model.to("cpu")
+    return found
 
 
 def ahead(row: Mapping[str, object], rows: Sequence[Mapping[str, object]]) -> bool:
@@ -205,11 +200,8 @@ def measured(
     """The rows of one network at one size; what is not measured now is that of `kept`."""
     model = veca.load(name).eval()
     print(f"{name}, {side} px, {len(files)} photos", flush=True)
-    agreed = taken = None
-    if not options.times:
-        agreed = agreements(model, files, side, options.device)
-    if not options.agreement:
-        taken = times(model, files[: options.timed], side, options.seconds)
+    found = race(model, files, side, options.device, options.seconds)
+    agreed, taken = not options.times, not options.agreement
     rows = []
     for point in points(side):
         row = {
@@ -222,18 +214,18 @@ def measured(
             "pixels": point.pixels,
         }
         old = kept.get(identity(row), {})
-        if agreed is not None:
+        if agreed:
             where = machine(options.device)
-            cls, patches = agreed[point]
-            row |= {"cls": cls, "patches": patches, "photos": len(files)}
+            cls, patches = torch.cat(found[point].cosines).mean(dim=0).tolist()
+            row |= {"cls": cls, "patches": patches, "photos": len(found[point].cosines)}
             row["agreement on"] = f"{where.gpu or where.cpu}, torch {where.torch}"
         else:
             row |= {n: old.get(n, "") for n in ("cls", "patches", "photos", "agreement on")}
-        if taken is not None:
-            full = taken[points(side)[0]]
-            row["ms"] = statistics.median(taken[point])
+        if taken:
+            full = found[points(side)[0]].ms
+            row["ms"] = statistics.median(found[point].ms)
             row["time"] = statistics.median(
-                ms / whole for ms, whole in zip(taken[point], full, strict=True)
+                ms / whole for ms, whole in zip(found[point].ms, full, strict=True)
             )
             row["timed photos"] = len(full)
             row["time on"] = machine("cpu").cpu
@@ -310,9 +302,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--large", type=Path, help="folder of squares of 1024 px and more")
     parser.add_argument("--weights", nargs="+", default=["tiny", "small"])
     parser.add_argument("--only", nargs="+", metavar="WEIGHTS-SIZE", help="such as tiny-512")
-    parser.add_argument("--limit", type=int, default=150, help="photos for the cosines")
-    parser.add_argument("--timed", type=int, default=12, help="photos for the times")
-    parser.add_argument("--seconds", type=float, default=240.0, help="no new round after these")
+    parser.add_argument("--limit", type=int, default=150, help="photos")
+    parser.add_argument("--timed", type=int, default=12, help="photos of --times")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="no new photo after these")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--agreement", action="store_true", help="cosines alone; times stay")
     part.add_argument("--times", action="store_true", help="times alone; cosines stay")
@@ -340,7 +332,7 @@ def run(options: argparse.Namespace) -> int:
         if folder is None:
             continue
         found = (file for file in folder.iterdir() if file.suffix.lower() in EXTENSIONS)
-        files = sorted(found)[: options.limit]
+        files = sorted(found, key=by_lot)[: options.timed if options.times else options.limit]
         if not files:
             raise SystemExit(f"no photos in {folder}.")
         kept = {identity(row): row for row in (read_csv(path) if path.is_file() else [])}

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks export_matrix
 
 Fresh weights of every preset (each parameter moved by normal noise of 0.02, so that zeros and ones
-hide nothing) are exported, and every file runs beside the float32 model on normal noise. Rows are
-added to results/export.csv after each file, and what is there already is not done again. Two CPU
+hide nothing) are exported, and every file runs beside the float32 model on photos. Rows are added
+to results/export.csv after each file, and what is there already is not done again. Two CPU
 cores take hours, most of them for `large`.
 """
 
@@ -24,10 +24,12 @@ from benchmarks.rows import RESULTS, read_csv, write_rows
 from veca import PRESETS, Veca, create_model
 from veca.bench import machine
 from veca.export import ANY, FORMATS, Exported, export_model
+from veca.export.precision import NAMES
 
 SIZES = ((224, 224), (256, 384), (512, 512), (1024, 768))
 BUDGETS: tuple[int | str, ...] = (1, 8, 64, ANY)
 COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks export_matrix"
+SHORT = {name: short for short, name in NAMES.items()}
 KEY = ("preset", "format", "dtype", "file_cores")
 
 
@@ -35,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--formats", default=",".join(FORMATS))
     parser.add_argument("--cores", default=",".join(map(str, BUDGETS)))
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float16"])
     parser.add_argument("--out", type=Path, default=RESULTS / "export.csv")
 
 
@@ -74,7 +76,13 @@ def measure(
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         (entry,) = export_model(
-            model, folder, to=to, cores=cores, dtype=dtype, check_sizes=SIZES, name=preset
+            model,
+            folder,
+            to=to,
+            cores=cores,
+            precision=SHORT[dtype],
+            check_sizes=SIZES,
+            name=preset,
         )
     return list(_rows(entry, preset, time.monotonic() - started))
 

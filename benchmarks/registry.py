@@ -33,6 +33,7 @@ SPEED = {
     "cls_only": Benchmark("veca embed without patches, beside the whole last block"),
     "export_matrix": Benchmark("how far exported files are from the model; hours"),
     "export_speed": Benchmark("exported files beside their model"),
+    "export_precision": Benchmark("exported files by precision, beside plain dynamic int8"),
     "large": Benchmark("pictures of any size: exactness, speed, memory, contexts, kills"),
     "probe_sweep": Benchmark("how long the quick probes take, then again from the cache"),
 }

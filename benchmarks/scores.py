@@ -185,7 +185,7 @@ def dials(_: Rows) -> str:
         "`cores` at 1024 px": (("1024", "64"), ("1024", "8")),
         "`cores` at 256 px": (("256", "64"), ("256", "8")),
     }
-    lines = [keep_dial(keep) for keep in ("0.5", "0.35")]
+    lines = [keep_dial(keep) for keep in ("0.5", "0.33")]
     for dial, (full, less) in turns.items():
         which = 0 if full[0] != less[0] else 1
         times = (f"{on[less] / on[full]:.2f}x" for on in (on_cpu, on_gpu))

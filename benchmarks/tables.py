@@ -181,17 +181,19 @@ def elastic(rows: Rows) -> str:
     cells: dict[str, dict[tuple[str, str], str]] = {}
     for r in rows:
         share = int(r["pixels"]) / int(r["size"])
-        name = {
-            "keep": f"`keep={r['keep']}`",
-            "cores": f"`cores={r['cores']}`",
-            "size": f"{share:.3g} of the size",
-        }.get(r["point"])
+        dials = {
+            f"`keep={r['keep']}`": float(r["keep"]) < 1,
+            f"`cores={r['cores']}`": r["cores"] != "64",
+            f"{share:.3g} of the size": share < 1,
+        }
+        name = ", ".join(dial for dial, turned in dials.items() if turned)
         if name:
             seen = f"{float(r['cls']):.3f} / {float(r['patches']):.3f}"
             at = cells.setdefault(name, {})
             at[r["weights"], r["size"]] = f"{float(r['time']):.2f}x, {seen}"
     header = ["", *(f"{weights}, {size} px" for weights, size in sets)]
-    return table(header, [[name, *map(at.__getitem__, sets)] for name, at in cells.items()])
+    lines = [[name, *(at.get(one, "") for one in sets)] for name, at in cells.items()]
+    return table(header, lines)
 
 
 def auto(rows: Rows) -> str:

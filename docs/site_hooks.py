@@ -2,14 +2,21 @@
 
 A build with `--strict` fails on a broken link, wherever it comes from: a page, a docstring or the
 help of a command. It fails on a public name that has no docstring or that no page shows, too.
+
+With VECA_LIVE_DEMO=1, as `make docs` sets it, the front page carries the network itself: what
+`veca export --to web` writes, made once and kept in build/. Where npm cannot bring the runtime,
+the page says how to make one instead.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import logging
+import os
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,11 +28,57 @@ log = logging.getLogger("mkdocs.hooks.site")
 _REPOSITORY_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 _COMMANDS = "<!-- commands -->"
 _IMAGE = re.compile(r'<img((?=[^>]*src="[^"]*images/([\w.-]+)")[^>]*)')
+_DEMO_MARK = "<!-- live demo -->"
+_DEMO_FRAME = (
+    '<iframe class="demo" src="demo/index.html" title="VECA in your browser" loading="lazy">'
+    "</iframe>\n\n[The same on a page of its own](demo/index.html){ target=_blank }"
+)
+_NO_DEMO = "`veca export tiny --to web --out site` makes a page with the network in it."
 _ABSENT = re.compile(r"^404\.html$")
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+def on_files(files: Any, *, config: Any) -> Any:
+    """The live demo joins the site, if it is wanted and can be made."""
+    if os.environ.get("VECA_LIVE_DEMO") != "1":
+        return files
+    from mkdocs.structure.files import File
+
+    folder = _demo(Path(config["config_file_path"]).parent / "build" / "demo")
+    for path in sorted(folder.rglob("*")) if folder else []:
+        if path.is_file():
+            name = path.relative_to(folder).as_posix()
+            files.append(File.generated(config, f"demo/{name}", abs_src_path=str(path)))
+    return files
+
+
+def _demo(folder: Path) -> Path | None:
+    """The page with the bundled weights, made anew where the package has changed; None: no page."""
+    import veca
+    from veca.errors import VecaError
+    from veca.export import export_web
+
+    source = Path(veca.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(p for p in source.rglob("*") if p.is_file() and p.suffix != ".pyc"):
+        digest.update(path.relative_to(source).as_posix().encode() + path.read_bytes())
+    stamp = folder.with_name("demo.sha256")
+    if folder.is_dir() and stamp.is_file() and stamp.read_text() == digest.hexdigest():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        export_web(veca.load("tiny"), folder, name="tiny")
+    except VecaError as error:
+        log.info("no live demo: %s", error)
+        return None
+    stamp.write_text(digest.hexdigest())
+    return folder
+
+
+def on_page_markdown(markdown: str, *, page: Any, files: Any, **_: Any) -> str:
     """Files of the repository are not part of the site: name them instead of linking."""
+    if _DEMO_MARK in markdown:
+        there = files.get_file_from_path("demo/index.html") is not None
+        markdown = markdown.replace(_DEMO_MARK, _DEMO_FRAME if there else _NO_DEMO)
     if page.file.src_uri.startswith("reference/"):
         return markdown.replace(_COMMANDS, _commands()) if _COMMANDS in markdown else markdown
     return _REPOSITORY_LINK.sub(_named, markdown)

@@ -21,7 +21,7 @@ import argparse
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -534,7 +534,7 @@ def rules(options: argparse.Namespace) -> None:
     print_table(compared(rows))
 
 
-def compared(rows: Sequence[dict[str, object]]) -> list[dict[str, object]]:
+def compared(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """Each rule's 1 - cosine, in thousandths, at the same shares of work."""
     out = []
     keys = dict.fromkeys((r["weights"], r["size"], r["rule"]) for r in rows)

@@ -4,7 +4,7 @@
 
 The diary asks for a table with a pair of comments, as the pages of docs/ do: recipes and stages,
 the teacher by size, its principal components, the first core beside the patches, what was
-memorised, and the shipped weights at every budget.
+memorised, the rules of merging, and the shipped weights at every budget.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.rows import Rows, read, read_csv, table
+from benchmarks.rows import Rows, number, read, read_csv, table
 from benchmarks.scores import CONTROL, NAMES, cosines
 from benchmarks.tables import Table, fill, update
 from research import RESULTS, scores
+from research.elastic import compared
 
 DIARY = Path(__file__).parent / "diary.md"
 
@@ -180,7 +181,18 @@ def _means(run: str, **before: str) -> Callable[[Rows], str]:
     return partial(means, run=run, before=before)
 
 
+def rules(rows: Rows) -> str:
+    """Thousandths of 1 - cosine with the full pass, CLS / patches, at equal shares of the work."""
+    lines = []
+    for row in compared(rows):
+        found = [(row[f"cls {at}"], row[f"patches {at}"]) for at in (0.7, 0.6)]
+        cells = [" / ".join(number(str(x)) for x in pair if x != "") for pair in found]
+        lines.append([str(row["weights"]), str(row["rule"]), *cells])
+    return table(["", "rule", "at .7 of the work", "at .6"], lines)
+
+
 TABLES: dict[str, Table] = {
+    "rules": ("elastic_rules", rules),
     "teacher-sizes": ("teacher_sizes", teacher_sizes),
     "stage-1": ("training", _stage(controlled("coco-1"), "samples")),
     "stage-2": ("training", _stage(controlled("coco-2"), "size")),

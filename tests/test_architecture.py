@@ -121,7 +121,12 @@ def test_the_package_never_imports_the_laboratory() -> None:
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
-            assert not {n.split(".")[0] for n in names} & {"research", "benchmarks", "tests"}, path
+            assert not {n.split(".")[0] for n in names} & {
+                "research",
+                "benchmarks",
+                "tests",
+                "attack",
+            }, path
 
 
 def test_no_two_classes_of_one_name() -> None:

@@ -16,6 +16,7 @@ from veca import compile_for_inference, content, create_model
 from veca.calibrate import Measurements, calibrate
 from veca.cli.main import main
 from veca.content import Calibration, SizeTable
+from veca.distill.export import publish
 from veca.embed import extract
 from veca.errors import InputError, SourceError, VecaWarning, WeightsError
 from veca.export import export_model
@@ -197,10 +198,14 @@ def test_a_calibration_goes_with_its_weights_and_with_no_others(model, tmp_path)
     again = veca.save(veca.load(half), tmp_path / "c")  # rounded, but the same numbers as loaded
     assert veca.load(again).calibration.sizes == model.calibration.sizes
 
+    published = publish(folder, tmp_path / "p", code=False)
+    assert veca.load(published).calibration.sizes == model.calibration.sizes
+
     trained = veca.load(folder)
     with torch.no_grad():
         trained.norm.weight.mul_(1.1)
     assert not (veca.save(trained, tmp_path / "d") / content.FILE).exists()
+    assert not (veca.save(trained, tmp_path / "c") / content.FILE).exists()  # nor what was there
     (tmp_path / "d" / content.FILE).write_bytes((folder / content.FILE).read_bytes())
     with pytest.warns(VecaWarning, match="other weights"):
         assert content.FILE not in veca.load(tmp_path / "d").beside
@@ -215,6 +220,9 @@ def test_a_calibration_goes_with_its_weights_and_with_no_others(model, tmp_path)
         {"sizes": {}},
         {"sizes": {"64": {"patches": 16}}},
         {"merge_blocks": ["1"]},
+        {"promises": [10**400]},
+        {"sizes": {"9" * 5000: {"patches": 16}}},
+        {"sizes": {"64": 3}},
     ],
 )
 def test_a_damaged_calibration_is_refused(model, damage):
@@ -287,7 +295,7 @@ def test_calibrating_measures_what_the_model_loses(photos, tmp_path):
     found = calibrate(
         model, photos, sizes=[64], measured=kept, progress=lambda *at: done.append(at[0])
     )
-    assert found.about["photos"] == 22 and len(done) == 22
+    assert found.about["photos"] == {"64": 22} and len(done) == 22
     rows = json.loads(kept.read_text())["rows"]
     key, photo = next(library.drawn(photos))
     pixels = model.transform(64)(photo).unsqueeze(0)
@@ -330,6 +338,10 @@ def test_the_command_writes_beside_the_weights(photos, tmp_path, capsys):
     assert out.patches.shape == (2, 16, 24)
     assert main(["calibrate", str(folder), *words, "--out", str(tmp_path / "copy")]) == 0
     assert veca.load(tmp_path / "copy").calibration.sizes == veca.load(folder).calibration.sizes
+    assert main(["calibrate", str(folder), *words, "--sizes=32", "--photos=21"]) == 0
+    both = veca.load(folder).calibration
+    assert [table.size for table in both.sizes] == [32, 64]
+    assert both.about["photos"] == {"32": 21, "64": 20}
     assert main(["calibrate", "tiny", *words]) == 2
     assert "--out" in capsys.readouterr().err
     assert main(["calibrate", str(folder), "--data", str(tmp_path / "none")]) == 2
@@ -341,5 +353,31 @@ def veca_files(folder):
 
 def test_shipped_weights_carry_theirs():
     model = veca.load("tiny")
-    assert {table.size for table in model.calibration.sizes} >= {224, 512}
+    assert {table.size for table in model.calibration.sizes} >= {512}
     assert model.calibration.promises[0] <= 0.97 and model.calibration.promises[-1] >= 0.99
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        3,
+        {},
+        {"difference": "x", "keep": [0.1] * 6},
+        {"difference": 0.1, "keep": [0.1] * 5},
+        {"difference": 0.1, "keep": [10**400] * 6},
+        {"difference": 0.1, "keep": [0.1] * 6, "cores": [0.1]},
+        {"difference": 0.1, "keep": [0.1] * 6, "cores": 3},
+    ],
+)
+def test_odd_measurements_are_refused(photos, tmp_path, row):
+    model = create_model(CONFIG).eval()
+    table = {
+        "format": "veca-calibrate-1",
+        "weights": veca.weights.weights_hash(model),
+        "shares": list(library.SHARES),
+        "rows": {"x/64": row},
+    }
+    kept = tmp_path / "measured.json"
+    kept.write_text(json.dumps(table))
+    with pytest.raises(InputError, match=r"measured\.json: rows\.x/64"):
+        calibrate(model, photos, sizes=[64], measured=kept)

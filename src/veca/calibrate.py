@@ -45,7 +45,16 @@ from veca.merging import unlikeness
 from veca.model import Veca, evaluating
 from veca.outputs import VecaOutput
 
-__all__ = ["Check", "Measurements", "Records", "calibrate", "checked", "fitted", "measure"]
+__all__ = [
+    "HeldOut",
+    "Measurements",
+    "Records",
+    "calibrate",
+    "checked",
+    "extended",
+    "fitted",
+    "measure",
+]
 
 SIZES = (224, 512)
 SHARES = (0.25, 0.3, 0.4, 0.5, 0.7, 0.9)
@@ -88,7 +97,7 @@ class Measurements(NamedTuple):
         return np.concatenate([np.exp(between), np.zeros((len(logs), 1))], axis=1)
 
 
-class Check(NamedTuple):
+class HeldOut(NamedTuple):
     """How a promise is kept on photos that the choice had not seen, and what that takes."""
 
     size: int
@@ -148,7 +157,9 @@ def calibrate(
         raise InputError("sizes is empty; give at least one, such as 512.")
     count = at_least("count", count, LEAST_PHOTOS)
     content = str(model.provenance.get("tensors_sha256") or weights_hash(model))
-    records = Records(None if measured is None else Path(measured).expanduser(), content)
+    records = Records(
+        None if measured is None else Path(measured).expanduser(), content, len(budgets(model))
+    )
     found: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
     small = dict.fromkeys(sizes, 0)
     with evaluating(model):
@@ -169,8 +180,8 @@ def calibrate(
     by_size = {size: as_measurements(rows) for size, rows in sorted(found.items())}
     checks = [row for size, m in by_size.items() for row in checked(model, size, m)]
     about = {
-        "photos": len(found[sizes[0]]),
-        "photos_for_cores": min(len(found[sizes[0]]), CORE_PHOTOS),
+        "photos": {str(size): len(rows) for size, rows in found.items()},
+        "photos_for_cores": {str(size): min(len(found[size]), CORE_PHOTOS) for size in found},
         "enlarged": {str(size): small[size] for size in by_size},
         "precision": str(model.dtype).removeprefix("torch."),
         **{name: asdict(machine(model.device))[name] for name in ("cpu", "gpu", "torch", "veca")},
@@ -182,6 +193,25 @@ def calibrate(
     }
     tables = [fitted(model, size, m) for size, m in by_size.items()]
     return Calibration(content, model.config.merge_blocks, PROMISES, tuple(tables), about)
+
+
+def extended(found: Calibration, earlier: Calibration | None) -> Calibration:
+    """A calibration with the sizes of an earlier one of the same weights that it has not itself."""
+    same = earlier is not None and all(
+        getattr(earlier, name) == getattr(found, name)
+        for name in ("weights_sha256", "merge_blocks", "promises")
+    )
+    if earlier is None or not same:
+        return found
+    own = {table.size for table in found.sizes}
+    tables = [*found.sizes, *(table for table in earlier.sizes if table.size not in own)]
+    about = {**earlier.about, **found.about}
+    for name in ("photos", "photos_for_cores", "enlarged"):
+        about[name] = {**earlier.about[name], **found.about[name]}
+    rest = [row for row in earlier.about["held_out"] if row["size"] not in own]
+    about["held_out"] = sorted([*rest, *found.about["held_out"]], key=lambda row: row["size"])
+    tables.sort(key=lambda table: table.patches)
+    return replace(found, sizes=tuple(tables), about=about)
 
 
 @torch.inference_mode()
@@ -280,7 +310,7 @@ def _nearly_all(losses: Floats) -> Floats:
     return found
 
 
-def checked(model: Veca, size: int, measured: Measurements) -> list[Check]:
+def checked(model: Veca, size: int, measured: Measurements) -> list[HeldOut]:
     """Each promise on photos that were held out, a fifth at a time."""
     folds = np.arange(len(measured.differences)) % FOLDS
     chosen = np.ones((len(PROMISES), len(folds)))
@@ -300,7 +330,7 @@ def checked(model: Veca, size: int, measured: Measurements) -> list[Check]:
 
 def compared(
     model: Veca, size: int, measured: Measurements, chosen: Floats, promise: float, cores: int
-) -> Check:
+) -> HeldOut:
     """What shares that were chosen for photos keep and take, beside a fixed one and an oracle."""
     losses, allowed = measured.losses(), 1 - promise
     work = work_of(model, size)
@@ -310,7 +340,7 @@ def compared(
     def mean_work(shares: Floats) -> float:
         return float(work[np.searchsorted(LADDER, np.asarray(shares) - 1e-9)].mean())
 
-    return Check(
+    return HeldOut(
         size=size,
         agreement=promise,
         photos=len(chosen),
@@ -338,7 +368,11 @@ def work_of(model: Veca, size: int) -> Floats:
 class Records:
     """What was measured, by photo and size; on the disk, where there is a file."""
 
-    def __init__(self, path: Path | None, weights: str) -> None:
+    def __init__(self, path: Path | None, weights: str, budgets: int) -> None:
+        """
+        Args:
+            budgets: how many are measured on a photo.
+        """
         self.path, self.weights = path, weights
         self._rows: dict[str, dict[str, Any]] = {}
         if path is None or not path.exists():
@@ -353,6 +387,11 @@ class Records:
                 "measure anew."
             )
         self._rows = stored["rows"]
+        for name, row in self._rows.items():
+            if not _is_measured(row, budgets):
+                raise InputError(
+                    f"{path}: rows.{name} holds no measurements; remove the file to measure anew."
+                )
 
     def row(
         self, model: Veca, photo: str, image: Image.Image, size: int, with_cores: bool
@@ -366,3 +405,15 @@ class Records:
                 table = {"format": _FORMAT, "weights": self.weights, "shares": list(SHARES)}
                 atomic_write_json(self.path, {**table, "rows": self._rows})
         return there
+
+
+def _is_measured(row: object, budgets: int) -> bool:
+    """Whether a row of the file is what `measure` gives."""
+    if not isinstance(row, dict):
+        return False
+    keep, cores = row.get("keep"), row.get("cores", [0.0] * budgets)
+    if not isinstance(keep, list) or not isinstance(cores, list):
+        return False
+    numbers = [row.get("difference"), *keep, *cores]
+    plain = all(type(number) in (int, float) and 0 <= number < 1e6 for number in numbers)
+    return plain and len(keep) == len(SHARES) and len(cores) == budgets

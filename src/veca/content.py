@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from veca._util.files import check_fields, parse_json, to_json
@@ -35,6 +34,7 @@ __all__ = [
     "Calibration",
     "SizeTable",
     "calibration_of",
+    "found_in",
     "joined",
     "least_share",
     "read",
@@ -51,7 +51,7 @@ KEPT = 0.95
 NEARLY = 1.3
 """Images of so many times the patches of a calibrated size are still of that size."""
 
-Floats = NDArray[np.float64]
+Floats = np.ndarray[Any, np.dtype[np.float64]]
 Outputs = TypeVar("Outputs")
 
 
@@ -229,7 +229,7 @@ def read(text: bytes, where: str = FILE) -> Calibration:
     sizes = []
     for name, part in table["sizes"].items():
         place = f"{where}, size {name}"
-        number = int(name) if name.isdecimal() else 0
+        number = int(name) if name.isdecimal() and len(name) < 7 else 0
         fields = {f"{group}.{one}": list for group, one in _LISTS}
         check_fields(part, {"patches": int, "photos": int, **fields}, place, WeightsError)
         lists = {one: _numbers(part[group][one], f"{place}: {one}") for group, one in _LISTS}
@@ -249,7 +249,8 @@ _LISTS = [*(("keep", name) for name in _KEEP), *(("cores", name) for name in _CO
 
 
 def _numbers(values: Sequence[object], where: str) -> tuple[Any, ...]:
-    if not values or not all(type(value) in (int, float) for value in values):
+    plain = all(type(v) in (int, float) and abs(cast(float, v)) < 1e12 for v in values)
+    if not values or not plain:
         raise WeightsError(f"{where} must be numbers, got {shown(values)}.")
     return tuple(values)
 
@@ -271,6 +272,11 @@ def _check_lengths(found: Calibration, where: str) -> None:
         raise WeightsError(f"{where} is damaged: its tables do not fit together; fetch it again.")
 
 
+def found_in(beside: Mapping[str, bytes]) -> Calibration | None:
+    """The calibration among the files beside weights, if there is one."""
+    return read(beside[FILE]) if FILE in beside else None
+
+
 def calibration_of(
     beside: Mapping[str, bytes], name: str | None, merge_blocks: tuple[int, ...]
 ) -> Calibration:
@@ -279,15 +285,14 @@ def calibration_of(
     Raises:
         InputError: they carry none, or one of another rule of merging.
     """
-    text = beside.get(FILE)
+    found = found_in(beside)
     weights = f"the weights {name}" if name else "these weights"
     how = "veca calibrate WEIGHTS --data PHOTOS makes one"
-    if text is None:
+    if found is None:
         raise InputError(
             f"{AUTO!r} needs a calibration, and {weights} carry none; {how}, or give cores and "
             "keep as numbers."
         )
-    found = read(text)
     if found.merge_blocks != merge_blocks:
         raise InputError(
             f"the calibration of {weights} was made for merging before the blocks "

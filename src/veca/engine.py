@@ -8,6 +8,7 @@ is launched from Python. What does not change: the outputs, up to rounding.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,16 +34,20 @@ from veca.checks import (
     check_model,
     is_auto,
 )
-from veca.errors import InputError, at_least
+from veca.errors import InputError, at_least, check_choice
 from veca.feature_model import FeatureModel
 from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
 from veca.model import Block, CoreMove, Veca
 from veca.outputs import CoresOutput, VecaOutput
+from veca.precision import DTYPES, Fastest, at_precision, check_precision, described, fastest
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
 MANY_SHAPES: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**20}
 """For torch.compile, which else gives up after 8 shapes: merging alone makes four of one."""
+
+ENGINES = ("auto", "torch")
+"""What can run it."""
 
 _Key = tuple[int, tuple[int, int], int, float, "int | None"]
 """Of a prepared shape: batch, grid, budget, keep (-1: by content), and how many cores come out
@@ -102,6 +107,12 @@ class InferenceEngine(FeatureModel):
             self._block = torch.compile(_block, dynamic=False, fullgraph=True)
             self._merge = torch.compile(_merge, dynamic=False, fullgraph=True)
             self._finish = torch.compile(_finish, dynamic=False, fullgraph=True)
+
+    def describe(self) -> str:
+        """What it computes in, with what, and why."""
+        name = str(self.dtype).removeprefix("torch.")
+        how = ["blocks compiled"] * self._compile + ["CUDA graphs"] * self._graphs
+        return f"{name} on {self.device} by torch: {', '.join(how) or 'not compiled'}"
 
     @torch.inference_mode()
     def __call__(
@@ -328,6 +339,55 @@ class _State(NamedTuple):
         return self._replace(x=x, delta=delta, raw=raw)
 
 
+class CpuEngine(InferenceEngine):
+    """Runs a model's weights on a CPU in one precision. Threads may share it."""
+
+    def __init__(self, chosen: Fastest, *, check_pixels: bool = False) -> None:
+        model = chosen.model
+        self.config, self.name, self.precision = model.config, model.name, model.precision
+        self.take_origin(model)
+        self.dtype, self.device = torch.float32, model.device
+        self.check_pixels = check_pixels  # which the model looks at in any case
+        self.model, self._reason = model, chosen.reason
+
+    def describe(self) -> str:
+        return f"{self.precision} on a CPU by torch: {described(self.model)}; {self._reason}"
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
+    ) -> VecaOutput:
+        return self.model(images, cores, keep, agreement)
+
+    @torch.inference_mode()
+    def cores_only(
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        *,
+        first: int | None = None,
+        agreement: float | None = None,
+    ) -> CoresOutput:
+        return self.model.cores_only(images, cores, keep, first=first, agreement=agreement)
+
+    @torch.inference_mode()
+    def prepare(  # type: ignore[override]
+        self,
+        batch: int,
+        size: int | tuple[int, int],
+        cores: int | None = None,
+        keep: float | None = None,
+    ) -> None:
+        """Run once at a shape, so that what is to be compiled is."""
+        height, width = (size, size) if isinstance(size, int) else size
+        self(torch.zeros(batch, self.config.in_channels, height, width), cores, keep)
+
+
 class PreparedShape:
     """Everything prepared for one (batch, grid, budget, keep, cores that come out alone)."""
 
@@ -389,6 +449,8 @@ class PreparedShape:
 def compile_for_inference(
     model: Veca,
     *,
+    precision: str | None = None,
+    engine: str = "auto",
     size: int | tuple[int, int] | None = None,
     cores: int | Sequence[int] | None = None,
     batch: int = 1,
@@ -402,10 +464,14 @@ def compile_for_inference(
     """A fast runner of `model`'s weights, which it copies; call the result like the model.
 
     Args:
+        precision: "fp32", "bf16", "fp16" (CUDA), "int8" (CPU), or "auto": on a CPU what a short
+            measurement on this machine finds fastest among those that agree with float32. By
+            default bfloat16 on CUDA and the model's own elsewhere. `describe()` says what it is.
+        engine: "torch"; "auto" is the same.
         size, cores, batch, keep: prepare these now (pixels, one or several budgets, images a
             batch, share of patch tokens); without `size`, each shape is prepared at its first
             use. A call has its own `cores` and `keep` all the same, by default all.
-        dtype: of the weights and activations; default bfloat16 on CUDA, the model's elsewhere.
+        dtype: what `precision` was in 0.1.
         compile, graphs: torch.compile the blocks, replay CUDA graphs; default yes on CUDA.
         cache: how many (batch, size, budget, keep) stay prepared.
         check_pixels: look for NaN pixels on every call; on CUDA that waits for the GPU.
@@ -417,7 +483,17 @@ def compile_for_inference(
             f"graphs need a model on CUDA, this one is on {model.device}; model.cuda() first."
         )
     cache = at_least("cache", cache)
-    engine = InferenceEngine(
+    check_choice("engine", engine, ENGINES)
+    if precision is not None:
+        if dtype is not None:
+            raise InputError("dtype is what precision was in 0.1; give one of the two.")
+        precision = check_precision(precision, "auto")
+        if model.device.type == "cpu":
+            return _on_cpu(model, precision, size, cores, batch, keep, compile, check_pixels)
+        if precision == "int8":
+            raise InputError(f"int8 is for CPUs, and this model is on {model.device}; choose bf16.")
+        dtype = DTYPES.get(precision, torch.bfloat16)
+    runner = InferenceEngine(
         model,
         dtype=dtype or (torch.bfloat16 if on_cuda else model.dtype),
         compile=on_cuda if compile is None else compile,
@@ -427,8 +503,32 @@ def compile_for_inference(
     )
     if size is not None:
         for budget in cores if isinstance(cores, Sequence) else [cores]:
-            engine.prepare(batch, size, budget, keep)
-    return engine
+            runner.prepare(batch, size, budget, keep)
+    return runner
+
+
+def _on_cpu(
+    model: Veca,
+    precision: str,
+    size: int | tuple[int, int] | None,
+    cores: int | Sequence[int] | None,
+    batch: int,
+    keep: float | None,
+    compile: bool | None,
+    check_pixels: bool,
+) -> CpuEngine:
+    _check_plain(model)
+    ours = copy.deepcopy(model).float().eval()
+    if precision == "auto":
+        budget = cores if isinstance(cores, int) else None
+        chosen = fastest(ours, 224 if size is None else size, budget)
+    else:
+        chosen = Fastest(at_precision(ours, precision, compile=bool(compile)), "asked for")
+    found = CpuEngine(chosen, check_pixels=check_pixels)
+    if size is not None:
+        for budget in cores if isinstance(cores, Sequence) else [cores]:
+            found.prepare(batch, size, budget, keep)
+    return found
 
 
 def _check_plain(model: Veca) -> None:

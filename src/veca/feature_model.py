@@ -15,6 +15,7 @@ from veca.images import ImageTransform, Preprocessed, Size, Source, preprocess
 
 if TYPE_CHECKING:
     from veca.points import OperatingPoint
+    from veca.quantization import Rounding
 
 
 class FeatureModel:
@@ -29,6 +30,10 @@ class FeatureModel:
     """Files that lie beside its weights and belong to them, by name; `veca.save` keeps them."""
     point: OperatingPoint | None = None
     """The operating point it was loaded at: where calls that say neither cores nor keep work."""
+    precision: str = "fp32"
+    """What `veca.precision.at_precision` made of it; a dtype of the weights is none of this."""
+    quantization: Rounding | None = None
+    """How its weights were rounded before they were stored, if they were."""
     _has_cores = True
 
     if TYPE_CHECKING:  # each class has its own way of knowing these

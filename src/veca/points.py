@@ -20,7 +20,8 @@ from veca.errors import ConfigError, VecaWarning
 __all__ = ["OperatingPoint", "machine_name", "read_point"]
 
 FORMAT = "veca-point-1"
-PRECISIONS = ("float32", "bfloat16", "float16")
+PRECISIONS = ("fp32", "bf16", "fp16", "int8", "float32", "bfloat16", "float16")
+"""The last three are what 0.1 called them."""
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("weights", "weights_sha256", "machine", "precision"), str),
     **{"size": int, "cores": (int, str), "keep": (int, float, str), "measured": dict},

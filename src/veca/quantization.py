@@ -93,7 +93,7 @@ class QuantizedLinear(nn.Module):
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Rounding:
     """Which layers are rounded, and how the weights are prepared."""
 
     leave: tuple[str, ...] = ("project",)
@@ -126,7 +126,7 @@ class Recipe:
         return {**asdict(self), "leave": list(self.leave)}
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Recipe:
+    def from_dict(cls, fields: dict[str, Any]) -> Rounding:
         try:
             return cls(tuple(fields["leave"]), fields["alpha"])
         except (KeyError, TypeError) as error:
@@ -150,12 +150,12 @@ def linear_layers(model: Veca) -> dict[str, nn.Linear]:
     return found
 
 
-def emulated(model: Veca, recipe: Recipe | None = None) -> Veca:
+def emulated(model: Veca, recipe: Rounding | None = None) -> Veca:
     """A copy whose rounded layers compute `quantized_linear_reference`; slow, and the definition.
 
     Weights are taken as they are: `equalised` comes before.
     """
-    recipe = recipe or Recipe()
+    recipe = recipe or Rounding()
     ours = copy.deepcopy(model).float().eval()
     for name in recipe.layers(ours):
         parent, _, last = name.rpartition(".")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from PIL import Image
 
 import veca
 from veca import create_model, save
-from veca.cli.main import app, main
+from veca.cli.main import _GROUPS, app, main
 from veca.config import VecaConfig
 
 
@@ -289,3 +290,12 @@ def test_one_image_is_not_images(capsys, weights, photo, tmp_path):
     out = str(tmp_path / "o")
     assert main(["features", photo, "--weights", weights, "--size", "64", "--out", out]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("1 image, ")
+
+
+def test_help_groups_the_commands_as_the_readme_does():
+    readme = (Path(__file__).parents[2] / "README.md").read_text().split("## Commands")[1]
+    for name, commands in _GROUPS.items():
+        listed = re.search(rf"^{name.lower()} .*(?:\n .*)*", readme, re.MULTILINE)
+        assert listed is not None, name
+        for command in commands:
+            assert re.search(rf"\b{command.__name__.rstrip('_')}\b", listed[0]), command.__name__

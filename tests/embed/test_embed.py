@@ -289,6 +289,7 @@ class Killed(BaseException):
     """What a killed process does next: nothing."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_starting_over_can_be_killed_anywhere(
     embed, images, tree, tmp_path, monkeypatch, overwrite

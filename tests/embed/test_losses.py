@@ -155,7 +155,7 @@ class TestDamage:
         extract(model, images, tmp_path / "a", size=32)
         embed(images, tmp_path / "b")
         (tmp_path / "a" / "features.json").write_text("[" * 100_000)
-        with pytest.raises(OutputError, match="features.json"):
+        with pytest.raises(OutputError, match=r"features\.json"):
             extract(model, images, tmp_path / "a", size=32)
         (tmp_path / "b" / parquet.MANIFEST).write_text("[" * 100_000)
         with pytest.raises(InputError, match=parquet.MANIFEST):
@@ -195,9 +195,7 @@ class TestNames:
         assert read_failures(tmp_path / "failures.jsonl") == dict(failed)
 
     @pytest.mark.parametrize("damage", [b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"])
-    def test_a_damaged_list_of_failures_is_written_anew(
-        self, model, embed, images, tmp_path, damage
-    ):
+    def test_a_damaged_list_is_written_anew(self, model, embed, images, tmp_path, damage):
         pytest.importorskip("pyarrow")
         (images / "0" / "bad.png").write_bytes(b"no image")
         for run in (

@@ -123,13 +123,17 @@ def test_the_model_is_left_as_it_was(tmp_path):
 # ---------------------------------------------------------------------------------------- verify
 
 
+def each(value, name):
+    return value[name] if isinstance(value, dict) else value
+
+
 def made(difference=0.0, agreement=1.0, **changes):
     names = ("cls", "patches", "core_tokens", "core_xy")
     check = verify.FileCheck(
         *(1, 32, 32, 4, 1.0),
         differences=dict.fromkeys(names, difference),
         largest=dict.fromkeys(names, 1.0),
-        agreement=dict.fromkeys(names[:3], agreement),
+        agreement={name: each(agreement, name) for name in names[:3]},
     )
     return dataclasses.replace(check, **changes)
 
@@ -151,6 +155,14 @@ def test_what_passes_a_gate():
     assert "cls" in made(agreement=float("nan")).wrong(gate)
     places = {"cls": 9.0, "patches": 9.0, "core_tokens": 9.0, "core_xy": 0.2}
     assert "stand" in made(differences=places).wrong(gate)
+
+
+def test_few_cores_of_a_file_for_any_budget():
+    gate = GATES["int8"]
+    assert verify.floor_of(gate, 1, open_budget=True) == pytest.approx((0.99, 0.98))
+    assert verify.floor_of(gate, 8, open_budget=True) == gate
+    assert verify.floor_of(gate, 1, open_budget=False) == gate
+    assert verify.floor_of(None, 1, open_budget=True) is None
 
 
 def test_gates():

@@ -60,11 +60,34 @@ def test_bad_options_are_named(run, tmp_path):
     for wrong in ("0", "1.5", "half", "nan", "auto"):
         with pytest.raises(InputError, match="keep"):
             run("--to", "torch-export", "--keep", wrong)
+    with pytest.raises(InputError, match=r"'int9'.*'int8'"):
+        run("--precision", "fp32,int9")
+    with pytest.raises(InputError, match="--gate"):
+        run("--precision", "int8", "--gate", "high")
+    with pytest.raises(InputError, match="--ort"):
+        run("--ort", tmp_path)
+    with pytest.raises(InputError, match="page"):
+        run("--to", "web", "--size", "64x64")
     with pytest.raises(WeightsError, match="nothing"):
         run(weights=tmp_path / "nothing")
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="File exists"):
         run("--to", "torch-export", out=tmp_path / "file")
+
+
+def test_a_page_is_not_written_over_something(run, tmp_path):
+    pytest.importorskip("onnxscript", reason="needs the extra export")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputError, match="not empty"):
+        run("--to", "web")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+def test_an_option_of_0_1(run, capsys):
+    with pytest.raises(InputError, match="cores"):
+        run("--to", "torch-export", "--dtype", "float16", "--cores", "9")
+    assert "--precision" in capsys.readouterr().err
 
 
 def test_names_of_files_from_names_of_weights():

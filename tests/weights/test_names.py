@@ -252,7 +252,7 @@ def test_download(fake: Hub, tiny: Veca, tmp_path: Path, repo: str, revision: An
     assert 0 < fetched["etag_timeout"] <= 10
     assert fetched["allow_patterns"] == [
         "model.safetensors", "config.json", "provenance.json", "targets.safetensors",
-        "heads.safetensors",
+        "heads.safetensors", "calibration.json",
     ]  # fmt: skip
     assert fetched["local_files_only"] is False
 

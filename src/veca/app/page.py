@@ -90,6 +90,7 @@ CSS = """
   #dials .head { flex-wrap: nowrap; margin-bottom: .2rem; }
   #dials .head span { font-size: .75rem; line-height: 1.1; white-space: normal; }
   #dials input[type=number] { width: 3.4rem; min-width: 0; padding: .1rem; }
+  #dials input[type=range] { min-width: 0; width: 100%; }
   #dials .reset-button, #dials .min_value, #dials .max_value { display: none; }
   #numbers th, #numbers td { padding: .3rem .25rem; }
 }

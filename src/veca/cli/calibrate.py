@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from veca.calibrate import Check
+    from veca.calibrate import HeldOut
 
 _MEASURED = "calibration.measured.json"
 
@@ -57,7 +57,8 @@ def calibrate(
     """Measure on photos what keep=auto and cores=auto need, and keep it beside the weights.
 
     The table tells how promises are kept on photos that were held out, and what is saved beside the
-    best fixed share of tokens and beside an oracle. A run that was stopped goes on.
+    best fixed share of tokens and beside an oracle. A run that was stopped goes on. Sizes of an
+    earlier calibration stay, where they are not measured anew.
 
     veca calibrate my-weights --data photos/
     """
@@ -94,6 +95,7 @@ def calibrate(
         found = library.calibrate(
             model, images, sizes=shorts, count=count, measured=measured, progress=update
         )
+        found = library.extended(found, content.found_in(model.beside))
         if there:
             with atomic_write(out / content.FILE) as file:
                 file.write(found.to_bytes())
@@ -102,22 +104,23 @@ def calibrate(
             stored.beside = {**stored.beside, content.FILE: found.to_bytes()}
             save(stored, out)
         measured.unlink(missing_ok=True)
-    checks = [library.Check(**row) for row in found.about["held_out"]]
+    checks = [library.HeldOut(**row) for row in found.about["held_out"]]
     console.print(_table(checks))
     for size, enlarged in found.about["enlarged"].items():
         if enlarged:
             say(
-                f"warning: {enlarged} of {found.about['photos']} photos are smaller than {size} px "
-                "and were enlarged, which flatters what is chosen."
+                f"warning: {enlarged} of {found.about['photos'][size]} photos are smaller than "
+                f"{size} px and were enlarged, which flatters what is chosen."
             )
     say(f"wrote {out / content.FILE}")
 
 
-def _table(checks: Sequence[Check]) -> Table:
+def _table(checks: Sequence[HeldOut]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{checks[0].photos} photos, each held out once",
+        title=f"{', '.join(map(str, sorted({row.photos for row in checks})))} photos, each held "
+        "out once",
         caption="work: operations over those of the full pass. Fixed: the least share for all that "
         "keeps the promise on 95 of 100. Oracle: the least for each.",
     )

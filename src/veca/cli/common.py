@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from veca.data import ImageSource
+    from veca.model import Veca
 
 console = Console()
 
@@ -86,7 +87,7 @@ Pca = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Of the written features: float16, float32.")]
 Precision = Annotated[
-    str, typer.Option(help="What the model computes in: float32, bfloat16, float16.")
+    str, typer.Option(help="What the model computes in: fp32, bf16, fp16 (GPU), int8 (CPU).")
 ]
 BatchSize = Annotated[
     int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
@@ -191,6 +192,15 @@ def renamed(old: str, new: str) -> None:
 def say_estimate(estimate: object) -> None:
     """What a run will take, in a line of its own before it starts."""
     console.print(str(estimate), markup=False, highlight=False, soft_wrap=True)
+
+
+def say_hint(model: Veca) -> None:
+    """In a line, what another precision would gain where the model computes in float32."""
+    from veca.precision import hint
+
+    line = hint(model)
+    if line is not None:
+        console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def say_passed_over(images: ImageSource) -> None:

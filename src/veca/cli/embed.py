@@ -34,6 +34,7 @@ from veca.cli.common import (
     pick_device,
     renamed,
     say_estimate,
+    say_hint,
     say_passed_over,
 )
 
@@ -55,7 +56,7 @@ def embed(
     width: Width = None,
     pca: Pca = None,
     dtype: Dtype = "float16",
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     batch_size: BatchSize = 32,
     workers: Annotated[
         int | None,
@@ -141,6 +142,7 @@ def embed(
             overwrite=overwrite,
             progress=update,
             on_estimate=say_estimate,
+            on_model=say_hint,
         )
     if report.computed:
         speed = f"({report.images_per_second:.1f} images/s)"

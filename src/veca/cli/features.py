@@ -32,6 +32,7 @@ from veca.cli.common import (
     parse_what,
     pick_device,
     say_estimate,
+    say_hint,
     say_passed_over,
 )
 
@@ -62,7 +63,7 @@ def features(
         str | None, typer.Option(help="npz or safetensors.", show_default="npz")
     ] = None,
     dtype: Dtype = "float16",
-    precision: Precision = "float32",
+    precision: Precision = "fp32",
     batch_size: BatchSize = 16,
     device: Device = "auto",
     threads: Threads = None,
@@ -99,6 +100,7 @@ def features(
     if threads is not None:
         torch.set_num_threads(threads)
     model, _ = load_model(weights, pick_device(device), precision)
+    say_hint(model)
 
     with progress_bar("features", console) as update:
         summary = extract(

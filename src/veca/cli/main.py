@@ -110,7 +110,7 @@ _POINTS: dict[Any, PointOptions] = {
         "weights": ("weights", lambda weights: [weights]),
         **{name: (name, str) for name in ("size", "cores", "keep")},
         "agreement": ("agreement", float),
-        "precision": ("set_", lambda precision: [f"extract.dtype={precision}"]),
+        "precision": ("precision", str),
     },
     export: {"weights": ("weights", str), "cores": ("cores", str), "keep": ("keep", str)},
     bench: {
@@ -122,16 +122,19 @@ _POINTS: dict[Any, PointOptions] = {
     },
 }
 """What a point stands for in each command: its fields as the parameters are written."""
-for command in (
-    *(quickstart, info, features, viz, demo),
-    *(pack, recipes, distill, datasets, probe, report),
-    *(embed, search, large, read),
-    *(bench, tune, calibrate, export, import_, publish),
-    *(cache,),
-):
-    run = takes_max_pixels(command) if command in _READ_IMAGES else command
-    run = takes_point(run, _POINTS[command]) if command in _POINTS else run
-    app.command(name=command.__name__.rstrip("_"), cls=_Command)(run)
+_GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Look": (quickstart, viz, demo),
+    "Use": (features, embed, search, large, read, export, cache),
+    "Train": (pack, recipes, distill, publish, import_),
+    "Measure": (info, bench, tune, calibrate, datasets, probe, report),
+}
+"""As the README has them."""
+for group, commands in _GROUPS.items():
+    for command in commands:
+        run = takes_max_pixels(command) if command in _READ_IMAGES else command
+        run = takes_point(run, _POINTS[command]) if command in _POINTS else run
+        name = command.__name__.rstrip("_")
+        app.command(name=name, cls=_Command, rich_help_panel=group)(run)
 
 
 def _print_version(wanted: bool) -> None:

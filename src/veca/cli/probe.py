@@ -111,6 +111,13 @@ def probe(
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Images in a batch.", show_default="protocol's")
     ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="What backbones compute in: fp32, bf16, fp16; int8: VECA weights on a CPU.",
+            show_default="protocol's",
+        ),
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
     workers: Annotated[
@@ -134,6 +141,7 @@ def probe(
     import torch
 
     from veca._util.progress import progress_bar
+    from veca.precision import PROTOCOL_NAMES, check_precision
     from veca.probe import (
         check_out,
         load_backbones,
@@ -160,6 +168,9 @@ def probe(
     if width is not None:
         check_choice("width of features", width, ("native", "projected"))
         changes.append(f"extract.projection={str(width == 'projected').lower()}")
+    if precision is not None:
+        name = check_precision(precision)
+        changes.append(f"extract.dtype={PROTOCOL_NAMES.get(name, name)}")
     chosen = load_protocol(protocol).with_settings(changes)
     if batch_size is not None:
         chosen = chosen.with_batch(batch_size)
@@ -177,7 +188,8 @@ def probe(
         keep=parse_keeps(keep) if keep else None,
         agreement=agreement,
         device=place,
-        dtype=getattr(torch, chosen.extract.dtype),
+        dtype=getattr(torch, chosen.extract.dtype, torch.float32),
+        precision=chosen.extract.dtype,
         allow_remote_code=allow_remote_code,
     )
     used = {

@@ -270,9 +270,7 @@ def _open_list(path: Path) -> ListSource:
         raise DataError(f"{path}: the list cannot be read ({reason}); check the file.") from error
     names = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if any("\0" in name for name in names):
-        raise DataError(
-            f"{path}: the list cannot be read (it holds a NUL character); write it anew."
-        )
+        raise DataError(f"{path}: the list cannot be read (it holds a NUL character).")
     for name in names if any("://" in name for name in names) else ():
         check_name(name, DataError)
     if not names:

@@ -140,7 +140,7 @@ def publish(
     folder = files.place_for(to)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise DistillError(f"{folder} is not empty and holds no weights; choose another folder.")
-    source = locate(weights, (*store.FILES, TARGETS, HEADS))
+    source = locate(weights, (*store.FILES, *store.BESIDE))
     home = source if source.is_dir() else source.parent
     in_place = home.resolve() == folder.resolve()
     model = load(source)

@@ -32,6 +32,7 @@ from veca.embed.writers.parquet import Shard, ShardRecord, shard_path
 from veca.errors import DataError, InputError, VecaError
 from veca.images.read import MAX_PIXELS_VARIABLE
 from veca.model import Veca, create_model
+from veca.precision import in_precision
 
 _GPU_CPUS = 4  # of a worker with a GPU: threads that decode
 _STARTS_THAT_MAY_FAIL = 5  # of workers in a row, before Ray gives up
@@ -57,6 +58,7 @@ def run(
     """Work through `shards` on a cluster; yields each when it is on the disk, in any order."""
     given = {
         "state": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
+        "beside": dict(model.beside),
         "settings": settings.to_dict(),
         "reduction": None if reduction is None else reduction.tensors,
         "plan": plan,
@@ -144,13 +146,13 @@ class _Worker:
         self._cpus: int = given["cpus"]
         self._strict: bool = given["strict"]
         device = torch.device(given["device"])
-        dtype: torch.dtype = getattr(torch, self._settings.precision)
         model = create_model(self._settings.model_config)
         model.load_state_dict(given["state"])
+        model.beside = given["beside"]  # with what "auto" goes by
         self._at_once = batches_at_once(device, self._cpus)
         tensors = given["reduction"]
         self._compute = compute_for(
-            model.eval().to(device=device, dtype=dtype),
+            in_precision(model.eval().to(device), self._settings.precision),
             self._settings,
             None if tensors is None else Reduction(tensors),
         )

@@ -33,11 +33,11 @@ from veca.embed.writers import FAILURES, check_folder_name, write_failures
 from veca.embed.writers.parquet import MANIFEST, Shard, ShardRecord, finished_shards
 from veca.errors import ImageError, InputError, OutputError, at_least, check_choice
 from veca.model import Veca, evaluating
+from veca.precision import check_precision, in_precision
 from veca.weights import load
 
 ENGINES = ("local", "ray")
 ON_ERROR = ("skip", "raise")
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def embed(
     width: str = AUTO,
     pca: int | None = None,
     dtype: str = "float16",
-    precision: str = "float32",
+    precision: str = "fp32",
     batch_size: int = 32,
     shard_rows: int = 2048,
     fast_jpeg: bool = False,
@@ -91,6 +91,7 @@ def embed(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
     on_estimate: Callable[[DiskEstimate], None] | None = None,
+    on_model: Callable[[Veca], None] | None = None,
     batch: int | None = None,
     patches: bool | None = None,
 ) -> EmbedReport:
@@ -123,8 +124,8 @@ def embed(
         pca: reduce features to so many numbers, by the principal components of the first images
             (at least 512), which are kept in the folder. By default as the folder is.
         dtype: "float16" or "float32", of the stored features.
-        precision: what the model computes in: "float32", "bfloat16" or "float16". A model passed
-            as `weights` computes in its own.
+        precision: what the model computes in: "fp32", "bf16", "fp16" or "int8" (on a CPU); see
+            `veca.precision`. A model passed as `weights` computes in its own.
         batch_size: images of one size that are computed together, at most.
         shard_rows: images in a shard, at most; a run that is killed loses less than one of them
             (with Ray, less than one a worker).
@@ -142,6 +143,7 @@ def embed(
         on_error: "skip" lists images that cannot be read and goes on; "raise" stops at the first.
         overwrite: start over: remove what earlier runs wrote to `out`.
         progress: called with (images done, images in all) as the work goes on.
+        on_model: called with the model before the work starts.
         on_estimate: called before the work starts with what it will take on the disk.
         batch, patches: the names of `batch_size` and `what` in 0.1.
 
@@ -198,6 +200,8 @@ def embed(
         agreement=agreement,
         there=there[0] if there else None,
     )
+    if on_model is not None and engine == "local":
+        on_model(model)
     at_once = batches_at_once(model.device, threads)
     decode_ahead = partial(
         pool.ordered_map, workers=pool.default_workers() if workers is None else workers
@@ -266,8 +270,8 @@ def load_model(
     if isinstance(weights, torch.nn.Module):
         check_model(weights, "embed")
         return weights, None
-    check_choice("precision", precision, PRECISIONS)
-    model = load(weights, device=device, dtype=PRECISIONS[precision])
+    check_precision(precision)
+    model = in_precision(load(weights, device=device), precision)
     path = Path(weights).expanduser()
     return model, str(path.absolute()) if path.exists() else os.fspath(weights)
 

@@ -59,6 +59,7 @@ from veca.embed.writers.single_file import SingleFileWriter
 from veca.errors import ImageError, InputError, OutputError, at_least, check_choice
 from veca.images import FITS, Preprocessed, Size, preprocess
 from veca.model import Veca, evaluating
+from veca.precision import recorded
 from veca.weights import weights_hash
 
 _FileWriter: TypeAlias = "FolderWriter | SingleFileWriter"
@@ -185,7 +186,7 @@ def extract(
         place,
         settings,
         list(found),
-        precision=str(model.dtype).removeprefix("torch."),
+        precision=recorded(model),
         format=format,
         root=None if root is None else _absolute(root),
         overwrite=overwrite,

@@ -48,6 +48,7 @@ from veca.errors import (
 )
 from veca.images import Source, read_image
 from veca.model import Veca, evaluating
+from veca.precision import in_precision
 from veca.weights import load, weights_hash
 
 Vector: TypeAlias = "NDArray[Any] | torch.Tensor"
@@ -277,8 +278,7 @@ class Collection:
         if self._weights_from is None:
             return None
         with contextlib.suppress(VecaError):
-            dtype: torch.dtype = getattr(torch, self.settings.precision)
-            model = load(self._weights_from, device=device, dtype=dtype)
+            model = in_precision(load(self._weights_from, device=device), self.settings.precision)
             if weights_hash(model) == self.settings.weights:
                 return model
         return None
@@ -297,9 +297,8 @@ class Collection:
                     f"{self.folder} does not say where its weights are; give them (--weights)."
                 )
             where = f"the weights {chosen}"
-            dtype: torch.dtype = getattr(torch, self.settings.precision)
             try:
-                model = load(chosen, device=device, dtype=dtype)
+                model = in_precision(load(chosen, device=device), self.settings.precision)
             except WeightsError as error:
                 if weights is not None:
                     raise

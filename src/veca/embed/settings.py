@@ -14,6 +14,7 @@ from veca.embed.pipeline import DTYPES, WHAT, feature_widths
 from veca.errors import InputError, at_least, check_choice
 from veca.images import Size, check_size
 from veca.model import Veca
+from veca.precision import recorded
 from veca.weights import weights_hash
 
 LAYOUT = "veca-embeddings-1"
@@ -90,7 +91,7 @@ class Settings:
             fast_jpeg=bool(fast_jpeg),
             patches=bool(patches),
             dtype=dtype,
-            precision=str(next(model.parameters()).dtype).removeprefix("torch."),
+            precision=recorded(model),
             batch=at_least("batch_size", batch_size),
             shard_rows=at_least("shard_rows", shard_rows),
             width=resolved_width(

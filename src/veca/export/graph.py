@@ -98,7 +98,9 @@ def trace(
         given.append(torch.tensor(max(1, config.num_cores // 2)))
     if keep is None:
         given.append(torch.tensor(0.5))
-    shapes = {"images": open_axes, "given": tuple(None for _ in given)}
+    shapes: dict[str, object] = {"images": open_axes}
+    if given:
+        shapes["given"] = tuple(None for _ in given)
     with torch.no_grad(), quiet():
         try:
             program = torch.export.export(

@@ -37,6 +37,7 @@ _DIGITS = 64
 _INT64 = 7  # TensorProto.DataType
 _BEFORE_SEAL = SEAL.encode() + bytes([0x12, _DIGITS])  # the value is the entry's second field
 
+_OPSETS = re.compile(r"Opset (\d+) is under development.* till opset (\d+)", re.DOTALL)
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -347,6 +348,12 @@ class OnnxRunner:
         try:
             self.session = runtime.InferenceSession(os.fspath(path), options, providers=[provider])
         except Exception as error:  # onnxruntime's own classes share no base
+            newer = _OPSETS.search(str(error))
+            if newer:
+                raise ExportError(
+                    f"{path} is of opset {newer[1]} of ONNX, and onnxruntime {runtime.__version__} "
+                    f"knows opset {newer[2]} at most; upgrade onnxruntime, or export it again here."
+                ) from error
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ExportError(
                 f"{path} cannot be opened by onnxruntime {runtime.__version__} ({reason}); it may "

@@ -28,6 +28,10 @@ MOST_PHOTOS = 64
 
 ABSOLUTE = 1e-3
 """What an output of a file in float32 may differ by."""
+FEW_CORES = 8
+LOOSER = 5
+"""In a file for any budget, fewer cores than that may disagree so many times as much: with one core
+everything passes through one token, and its rounding is felt everywhere."""
 PLACES = 0.1
 """What the place of a core, in [-1, 1], may differ by in any other file."""
 
@@ -84,6 +88,13 @@ class FileCheck:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "max_difference": self.max_difference}
+
+
+def floor_of(gate: Agreement | None, cores: int, *, open_budget: bool) -> Agreement | None:
+    """The gate for a check with so many cores."""
+    if gate is None or not open_budget or cores >= FEW_CORES:
+        return gate
+    return Agreement(*(max(0.0, 1 - LOOSER * (1 - least)) for least in gate))
 
 
 def _orderly(number: float) -> float:

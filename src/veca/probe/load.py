@@ -11,6 +11,7 @@ from veca._util.numbers import parse_numbers
 from veca.checks import asked_keep, check_agreement
 from veca.config import AUTO
 from veca.errors import InputError
+from veca.precision import in_precision
 from veca.probe.backbone import (
     BASELINE,
     TEACHER,
@@ -35,6 +36,7 @@ def load_backbones(
     agreement: float | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    precision: str | None = None,
     allow_remote_code: bool = False,
 ) -> list[Backbone]:
     """The rows of a table: the teacher, the baselines, then the weights at every budget.
@@ -47,6 +49,7 @@ def load_backbones(
         budgets: of VECA weights; by default those of `probe_budgets`.
         keep: shares of patch tokens that go on, for each of the budgets; by default all.
         agreement: with "auto", the promised cosine with the full pass.
+        precision: of VECA weights, as `veca.precision.in_precision` takes it, in place of `dtype`.
         allow_remote_code: for teachers that need it.
     """
     from veca.teachers import load_teacher, read_dense_vit
@@ -75,7 +78,8 @@ def load_backbones(
             control, _ = read_dense_vit(path)
             found.append(DenseBackbone(control.to(device, dtype), name=name))
             continue
-        model = load(path, device=device, dtype=dtype)
+        model = load(path, device=device, dtype=dtype if precision is None else torch.float32)
+        model = model if precision is None else in_precision(model, precision)
         at = budgets or probe_budgets(model.config.num_cores)
         found += ElasticBackbone(model, name=name).at(at, shares, agreement)
     return found

@@ -81,8 +81,9 @@ class Extract(_Section, called="extract"):
 
     cell: Count
     """Pixels of one cell of the feature grid; see `veca.probe.backbone`."""
-    dtype: Annotated[str, one_of(DTYPES)]
-    """What the backbones compute in."""
+    dtype: Annotated[str, one_of((*DTYPES, "bf16", "int8"))]
+    """What the backbones compute in; "bf16" and "int8" as `veca.precision` has them, for VECA on a
+    CPU, while others compute in float32."""
     dense_dtype: Annotated[str, one_of(("float16", "float32"))]
     """What dense features are kept in: float16 halves the cache and rounds to 11 bits."""
     batch: Count

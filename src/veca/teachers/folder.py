@@ -100,10 +100,8 @@ class ModelFolder:
             if fields.get("do_normalize") is False:
                 return [0.0] * 3, [1.0] * 3
             if fields.get("image_mean") and fields.get("image_std"):
-                mean, std = (
-                    self._colours(name, fields, key) for key in ("image_mean", "image_std")
-                )
-                return mean, std
+                mean = self._colours(name, fields, "image_mean")
+                return mean, self._colours(name, fields, "image_std")
         return None
 
     def _colours(self, name: str, fields: dict[str, Any], key: str) -> list[float]:

@@ -15,6 +15,7 @@ from veca.errors import ConfigError, check_choice
 from veca.images.find import natural_key
 from veca.model import Veca
 from veca.points import OperatingPoint, machine_name, read_point
+from veca.precision import in_precision
 from veca.weights import hub, names, store
 from veca.weights import tensors as ts
 
@@ -68,9 +69,11 @@ def load(
     if revision is not None:
         source = hub.at_revision(source, revision)
     chosen = None if point is None else read_point(point)
+    precision = None
     if isinstance(dtype, str):
         check_choice("dtype", dtype, [AUTO])
-        dtype = getattr(torch, chosen.precision) if chosen else torch.float32
+        dtype = torch.float32
+        precision = chosen.precision if chosen else None
     ts.check_dtype(dtype)
     place = usable_device(device)
     path = names.locate(source, (*store.FILES, *store.BESIDE))
@@ -83,7 +86,7 @@ def load(
             machine=machine_name(place),
         )
         model.point = chosen
-    return model
+    return model if precision is None else in_precision(model, precision)
 
 
 def create_model(

@@ -98,7 +98,10 @@ def save(
         provenance = carried(model.provenance, state)
     written = save_state(state, model.config, path, provenance=provenance, dtype=dtype)
     if written.is_dir():
-        write_beside(_still_holding(model.beside, state, written), written)
+        beside = _still_holding(model.beside, state, written)
+        write_beside(beside, written)
+        if content.FILE not in beside:  # of weights that were there before
+            (written / content.FILE).unlink(missing_ok=True)
     return written
 
 

@@ -1,0 +1,112 @@
+"""ONNX files by precision: time, size and agreement, beside onnxruntime's own dynamic int8.
+
+    OMP_NUM_THREADS=1 python -m benchmarks export_precision
+
+All files of one network take turns in onnxruntime on one thread; ratios are to the fp32 file in the
+same round, and the median counts. "plain int8" is what onnxruntime's quantize_dynamic makes of the
+fp32 file (per channel, all products). Agreement is that of the checks of an export, on the photos
+of the package or of --data, and for "plain int8" on the same. Writes
+results/export_precision.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import veca
+from benchmarks.common import print_table, write_csv
+from benchmarks.export_speed import one_thread
+from benchmarks.rows import RESULTS
+from veca.bench import BenchPlan, take_turns
+from veca.export import ANY, export_model, verify
+from veca.export.graph import frozen_copy
+from veca.export.onnx_file import OnnxRunner
+from veca.quantization import Agreement
+
+PLAIN = "plain int8"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--weights", default="tiny")
+    parser.add_argument("--precisions", default="fp32,fp16,bf16,int8")
+    parser.add_argument("--pixels", default="224,512")
+    parser.add_argument("--cores", type=int, default=64)
+    parser.add_argument("--data", default=None, help="photos to compare on")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each size")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    model = veca.load(options.weights)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        entries = export_model(
+            model,
+            folder,
+            cores=ANY,
+            precision=options.precisions.split(","),
+            name="file",
+            data=options.data,
+        )
+        held = {entry.dtype: entry.path for entry in entries}
+        agreements = {entry.dtype: entry.agreement for entry in entries}
+        held[PLAIN] = dynamic(held["float32"])
+        agreements[PLAIN] = compared(held[PLAIN], model, options.data)
+        for pixels in map(int, options.pixels.split(",")):
+            images = np.random.default_rng(0).normal(size=(1, 3, pixels, pixels))
+            inputs = images.astype(np.float32), np.array(options.cores)
+            contenders = {name: one_thread(path, *inputs) for name, path in held.items()}
+            times = take_turns(contenders, BenchPlan(seconds=options.seconds))
+            for name, ms in times.items():
+                shares = [one / of for one, of in zip(ms, times["float32"], strict=False)]
+                rows.append(
+                    {
+                        "weights": options.weights,
+                        "pixels": pixels,
+                        "cores": options.cores,
+                        "threads": 1,
+                        "file": name,
+                        "MB": round(held[name].stat().st_size / 1e6, 2),
+                        "ms": round(statistics.median(ms), 2),
+                        "share of fp32": round(statistics.median(shares), 3),
+                        "least CLS": round(agreements[name].cls, 5),
+                        "least patches": round(agreements[name].patches, 5),
+                    }
+                )
+    write_csv("export_precision", rows, options.out, device="cpu")
+    print_table(rows)
+
+
+def dynamic(path: Path) -> Path:
+    """onnxruntime's own dynamic int8 of a file."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    out = path.with_name("plain.onnx")
+    kinds = ["MatMul", "Gemm"]
+    quantize_dynamic(
+        path, out, per_channel=True, op_types_to_quantize=kinds, weight_type=QuantType.QInt8
+    )
+    return out
+
+
+def compared(path: Path, model: veca.Veca, data: str | None) -> Agreement:
+    """The least agreement of a file with the model, in the checks of an export."""
+    found = [
+        check.agreement
+        for check in verify.checks(
+            OnnxRunner(path),
+            frozen_copy(model, torch.float32),
+            cores=[1, 8, model.config.num_cores],
+            sizes=verify.sizes_on_grid(model.config.patch_size),
+            photos=verify.photos_for(data),
+        )
+    ]
+    return Agreement(min(one["cls"] for one in found), min(one["patches"] for one in found))

@@ -1,0 +1,494 @@
+"""The model on a CPU in the precision that the processor is fast in.
+
+`at_precision` gives a model with the same weights whose blocks, patch embedding and output
+projection compute in bfloat16 or in int8; all else of `Veca` is what it is, so that it takes any
+budget, any share of tokens and any size. All of a block but its attention concerns one token at a
+time. It is done for some rows from end to end, so that what is wide in between, the sums of whole
+numbers and the hidden layer, stays in the cache. The residual stream, norms and what is written in
+between are float32.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from veca.attention import core_attention
+from veca.attention.reference import core_bias
+from veca.checks import check_model
+from veca.errors import InputError, check_choice
+from veca.model import Block, Veca
+from veca.quantization import (
+    GATE,
+    Agreement,
+    Rounding,
+    equalised,
+    mean_agreement,
+    photo_batches,
+    quantized_rows,
+    quantized_weight,
+)
+from veca.rope import Rotation
+
+PRECISIONS = ("fp32", "bf16", "fp16", "int8")
+"""What a model computes in: one vocabulary for all commands."""
+OLD_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""What 0.1 called them."""
+PROTOCOL_NAMES = {"fp32": "float32", "fp16": "float16"}
+"""What protocols of probes go on calling them."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS = 256
+"""Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB or two."""
+_ALLOCATION = 31 * 2**20
+
+
+# ------------------------------------------------------------------------------------- processor
+
+
+class Processor(NamedTuple):
+    """What a CPU multiplies fast."""
+
+    bf16: str
+    """The instructions for bfloat16, or ""."""
+    int8: str
+    """The instructions for int8, or ""."""
+
+
+@functools.cache
+def processor() -> Processor:
+    """What this machine's CPU multiplies fast, by the flags it shows."""
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                flags = set(line.partition(":")[2].split())
+                break
+    except OSError:
+        if platform.machine() == "arm64":  # macOS on Apple's own chips, all of which have it
+            flags = {"asimddp"}
+    return Processor(_first(flags, _BF16), _first(flags, _INT8))
+
+
+_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "NEON bf16"}
+_INT8 = {
+    "amx_int8": "AMX",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx_vnni": "AVX VNNI",
+    "i8mm": "NEON i8mm",
+    "asimddp": "NEON dot product",
+}
+
+
+def _first(flags: set[str], names: dict[str, str]) -> str:
+    return next((name for flag, name in names.items() if flag in flags), "")
+
+
+def check_precision(precision: str, *more: str) -> str:
+    """A precision by its name of today; InputError with the nearest for any other."""
+    precision = OLD_NAMES.get(precision, precision)
+    check_choice("precision", precision, (*PRECISIONS, *more))
+    return precision
+
+
+# ----------------------------------------------------------------------------------------- model
+
+_Module = TypeVar("_Module", bound=nn.Module)
+GATES = {"bf16": Agreement(0.9995, 0.999), "int8": GATE}
+"""The least agreement with float32 at which `fastest` takes a precision."""
+_ROUNDS = 5
+
+
+class Fastest(NamedTuple):
+    """A model, and why it is this one."""
+
+    model: Veca
+    reason: str
+
+
+def described(model: Veca) -> str:
+    """What a CPU computes a model's precision with."""
+    has = processor()
+    if model.precision == "fp32":
+        return "as the model is"
+    wide = f"bfloat16 ({has.bf16})" if has.bf16 else "bfloat16 (no instructions: slow)"
+    if model.precision == "bf16":
+        return wide
+    rest = wide if has.bf16 else "float32"
+    return f"int8 ({has.int8 or 'no instructions: slow'}), what is left in {rest}"
+
+
+@torch.inference_mode()
+def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = None) -> Fastest:
+    """The model in the precision that is fastest here, by a short measurement in turns.
+
+    Those that the processor has instructions for are tried, and taken only where they agree with
+    float32 on the bundled photos (`GATES`) and are faster. Else it is the model as it is.
+    """
+    if model.device.type != "cpu":
+        raise InputError(f"fastest measures a CPU, and this model is on {model.device}.")
+    if model.precision != "fp32":
+        return Fastest(model, f"it computes in {model.precision} already")
+    has, rejected = processor(), []
+    candidates = {"fp32": model}
+    for precision, flag in (("bf16", has.bf16), ("int8", has.int8)):
+        if not flag:
+            rejected.append(f"{precision}: the processor has no instructions for it")
+            continue
+        one = at_precision(model, precision)
+        if model.config.in_channels == 3:
+            found = mean_agreement(one, model, photo_batches(model, size=224))
+            if not found.passes(GATES[precision]):
+                rejected.append(
+                    f"{precision}: agrees {found.cls:.4f} (CLS), {found.patches:.4f} (patches)"
+                )
+                continue
+        candidates[precision] = one
+    height, width = (size, size) if isinstance(size, int) else size
+    images = torch.zeros(1, model.config.in_channels, height, width)
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(_ROUNDS + 1):
+        for name, one in candidates.items():
+            start = time.perf_counter()
+            one(images, cores=cores)
+            if turn:  # the first is to warm up
+                times[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    best = min(medians, key=lambda name: medians[name])
+    ratios = [f"{n} {medians['fp32'] / t:.2f}x" for n, t in medians.items() if n != "fp32"]
+    measured = f"beside float32 at {height} x {width} px: {', '.join(ratios)}" if ratios else ""
+    reason = "; ".join([*([measured] if measured else []), *rejected])
+    return Fastest(candidates[best], reason)
+
+
+def at_precision(
+    model: Veca, precision: str, *, recipe: Rounding | None = None, compile: bool = False
+) -> Veca:
+    """The model, on a CPU, computing in a precision; it shares the weights, which stay float32.
+
+    Its `precision` says which. The model itself for "fp32". For inference alone: no gradients.
+
+    Args:
+        precision: "fp32", "bf16" or "int8".
+        recipe: with "int8", which layers are rounded; by default that of the weights where they
+            are quantised, or else `Rounding()`, equalised on the bundled photos.
+        compile: compile what concerns one token at a time, which takes a C++ compiler and half a
+            minute at the first call.
+    """
+    check_model(model, "at_precision")
+    precision = check_precision(precision)
+    if model.device.type != "cpu":
+        raise InputError(
+            f"{precision} of at_precision is for a CPU, and this model is on {model.device}; "
+            "there it is model.to(torch.bfloat16)."
+        )
+    if precision == "fp16":
+        raise InputError("processors are slow in fp16; choose bf16 or int8 on a CPU.")
+    if precision == "fp32" or model.precision == precision:
+        return model
+    if model.precision != "fp32":
+        raise InputError(f"the model computes in {model.precision} already; take the plain one.")
+    has = processor()
+    wide = torch.bfloat16 if has.bf16 or precision == "bf16" else torch.float32
+    source, rounded = model, set[str]()
+    if precision == "int8":
+        given = recipe or model.quantization
+        rounded = set((given or Rounding()).layers(model))
+        if given is None:
+            source = _equalised(model)
+    _keep_pages()
+    fast = _shallow(model)
+    fast.precision = precision
+    embedding = fast.patch_embed = _as(FastEmbedding, model.patch_embed)
+    embedding.packed = _packed([model.patch_embed], wide, False)
+    fast.blocks = nn.ModuleList(_as(FastBlock, block) for block in model.blocks)
+    block: Any
+    for number, block in enumerate(fast.blocks):
+        own = cast(Block, source.blocks[number])
+        block.packed = _packed_block(own, f"blocks.{number}", wide, rounded)
+        block.steps = _compiled() if compile else (_read, _write)
+    if isinstance(model.project, nn.Linear):
+        projection = fast.project = _as(FastProjection, model.project)
+        projection.packed = _packed([model.project], wide, "project" in rounded)
+    return fast.eval()
+
+
+def in_precision(model: Veca, name: str) -> Veca:
+    """A float32 model in a precision, on whatever device it is.
+
+    Args:
+        name: one of today, or what 0.1 called it and folders of features may say. "bfloat16" is
+            then the plain model in bfloat16, so that such folders are continued exactly; what
+            "bf16" is on a CPU is faster and more exact.
+    """
+    precision = check_precision(name)
+    if precision in DTYPES and (name == "bfloat16" or model.device.type != "cpu"):
+        return model.to(DTYPES[precision])
+    return model.half() if precision == "fp16" else at_precision(model, precision)
+
+
+def recorded(model: Veca) -> str:
+    """The name by which features say what computed them, and which `in_precision` takes."""
+    if model.precision != "fp32":
+        return model.precision
+    return str(model.dtype).removeprefix("torch.")
+
+
+def hint(model: Veca) -> str | None:
+    """What a user of float32 would gain from another precision, in a line."""
+    has = processor()
+    faster = [f"--precision {name}" for name in ("bf16", "int8") if getattr(has, name)]
+    if not faster or model.device.type != "cpu" or recorded(model) != "float32":
+        return None
+    return (
+        f"computing in fp32; {' or '.join(faster)} would be about 2 to 3 times faster on this "
+        "processor, and features differ a little (veca bench --precision shows by how much time)."
+    )
+
+
+def _equalised(model: Veca) -> Veca:
+    """Equalised on the bundled photos; other than three channels they do not fit."""
+    return equalised(model) if model.config.in_channels == 3 else model
+
+
+def _shallow(module: _Module) -> _Module:
+    """A copy that shares all weights, and may be given other parts."""
+    found = copy.copy(module)
+    found._modules = dict(module._modules)
+    return found
+
+
+def _as(kind: type[nn.Module], module: nn.Module) -> Any:
+    found = _shallow(module)
+    found.__class__ = kind
+    return found
+
+
+@functools.cache
+def _keep_pages() -> None:
+    """Have the C library keep what is freed, so that no pass takes fresh pages for each layer.
+
+    glibc does so for sizes up to that of the largest block that was ever given back.
+    """
+    torch.empty(_ALLOCATION, dtype=torch.uint8)
+
+
+class FastEmbedding(nn.Conv2d):
+    """The patch embedding as a product over patches."""
+
+    packed: PackedLinear
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = self.kernel_size
+        rows = F.unfold(images, (height, width), stride=(height, width)).transpose(1, 2)
+        grid = images.shape[-2] // height, images.shape[-1] // width
+        return _product(rows, self.packed).transpose(1, 2).unflatten(2, grid)
+
+
+class FastProjection(nn.Linear):
+    """The output projection, rows by rows."""
+
+    packed: PackedLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [_product(part, self.packed) for part in _parts(x.flatten(0, -2))]
+        return torch.cat(found).view(*x.shape[:-1], -1)
+
+
+class FastBlock(Block):
+    """A block in low precision."""
+
+    packed: PackedBlock
+    steps: tuple[Callable[..., None], Callable[..., None]]
+
+    def forward(
+        self,
+        x: Tensor,
+        num_cores: int,
+        core_rotation: Rotation,
+        patch_rotation: Rotation | None,
+        backend: str = "auto",
+        multiplicity: Tensor | None = None,
+        rows: int | None = None,
+    ) -> Tensor:
+        """As in `Block`; the attention backend is this module's own."""
+        read, write = self.steps
+        batch, count, width = x.shape
+        heads, eps = self.attn.heads, self.norm_attn.eps
+        qkv = torch.empty(
+            batch * count, 3, heads, width // heads, dtype=_attention_dtype(self.packed)
+        )
+        assert patch_rotation is not None
+        tables = (_table(a, b, batch) for a, b in zip(core_rotation, patch_rotation, strict=True))
+        flat = x.reshape(-1, width)
+        for out, part, cos, sin in zip(
+            _parts(qkv), _parts(flat), *(_parts(table) for table in tables), strict=True
+        ):
+            read(out, part, cos, sin, self.packed, eps)
+        q, k, v = qkv.view(batch, count, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
+        if rows is not None:
+            q, x = q[:, :, :rows], x[:, :rows]
+            flat = x.reshape(-1, width)
+        mixed = _mixed(q, k, v, num_cores, multiplicity).reshape(-1, width)
+        after = torch.empty_like(flat)
+        for out, part, seen in zip(_parts(after), _parts(flat), _parts(mixed), strict=True):
+            write(out, part, seen, self.packed, eps)
+        return after.view(x.shape)
+
+
+# ------------------------------------------------------------------------------------ arithmetic
+
+
+class RoundedLinear(NamedTuple):
+    """A linear layer in int8."""
+
+    weight: Tensor
+    """int8 [in, out]: a transposed view of [out, in]."""
+    scale: Tensor
+    bias: Tensor
+
+
+class WideLinear(NamedTuple):
+    """A linear layer in float32 or bfloat16."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+PackedLinear: TypeAlias = "RoundedLinear | WideLinear"
+
+
+class PackedBlock(NamedTuple):
+    """A block's weights, with q, k and v as one layer."""
+
+    norm_attn: tuple[Tensor, Tensor]
+    qkv: PackedLinear
+    out: PackedLinear
+    norm_ffn: tuple[Tensor, Tensor]
+    up: PackedLinear
+    down: PackedLinear
+
+
+def _packed(layers: list[Any], wide: torch.dtype, rounded: bool, heads: int = 0) -> PackedLinear:
+    """Layers that read the same as one; with `heads`, q, k and v."""
+    weight = torch.cat([layer.weight.detach().flatten(1) for layer in layers]).float()
+    bias = torch.cat([layer.bias.detach() for layer in layers]).float()
+    if heads:
+        weight, bias = _pairs_apart(weight, heads), _pairs_apart(bias, heads)
+    if rounded:
+        whole, scale = quantized_weight(weight)
+        return RoundedLinear(whole.t(), scale, bias)
+    return WideLinear(weight.to(wide, copy=True), bias.to(wide, copy=True))
+
+
+def _packed_block(block: Block, name: str, wide: torch.dtype, rounded: set[str]) -> PackedBlock:
+    def one(*parts: str) -> PackedLinear:
+        layers = [block.get_submodule(part) for part in parts]
+        heads = block.attn.heads if len(parts) > 1 else 0
+        every = rounded.issuperset(f"{name}.{part}" for part in parts)
+        return _packed(layers, wide, every, heads)
+
+    def norm(module: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        return module.weight.detach().float().clone(), module.bias.detach().float().clone()
+
+    return PackedBlock(
+        norm_attn=norm(block.norm_attn),
+        qkv=one("attn.q", "attn.k", "attn.v"),
+        out=one("attn.out"),
+        norm_ffn=norm(block.norm_ffn),
+        up=one("ffn.up"),
+        down=one("ffn.down"),
+    )
+
+
+def _pairs_apart(rows: Tensor, heads: int) -> Tensor:
+    """Rows of q, k and v [3 * D, ...] with the channels of q and k that turn together apart.
+
+    First the even ones of a head, then the odd ones: products of q and k stay what they are, and
+    halves are faster to turn than neighbours.
+    """
+    q, k, v = rows.unflatten(0, (3, heads, -1))
+    q, k = (torch.cat([x[:, 0::2], x[:, 1::2]], dim=1) for x in (q, k))
+    return torch.stack([q, k, v]).flatten(0, 2)
+
+
+def _parts(rows: Tensor) -> tuple[Tensor, ...]:
+    """Rows in parts of about `ROWS`, all of nearly one length: a short last one costs as much."""
+    count = max(1, round(len(rows) / ROWS))
+    return rows.split(-(-len(rows) // count))
+
+
+def _table(cores: Tensor, patches: Tensor, batch: int) -> Tensor:
+    """A rotary table with a row for each token of each image, [B * T, d / 2]."""
+    both = (table.expand(batch, -1, -1) for table in (cores, patches))
+    return torch.cat(list(both), dim=1).flatten(0, 1)
+
+
+def _attention_dtype(layer: PackedBlock) -> torch.dtype:
+    wide = processor().bf16 or any(part[0].dtype == torch.bfloat16 for part in layer[1:3])
+    return torch.bfloat16 if wide else torch.float32
+
+
+def _mixed(q: Tensor, k: Tensor, v: Tensor, budget: int, multiplicity: Tensor | None) -> Tensor:
+    """What attention finds, [B, T, H, d]."""
+    if q.dtype == torch.float32:
+        return core_attention(q, k, v, budget, multiplicity=multiplicity).transpose(1, 2)
+    mixed = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+    bias = None if multiplicity is None else core_bias(multiplicity, budget).to(q.dtype)
+    mixed[:, :budget] = _attend(q[:, :, :budget], k, v, bias).transpose(1, 2)
+    if q.shape[2] > budget:
+        k, v = k[:, :, :budget], v[:, :, :budget]
+        mixed[:, budget:] = _attend(q[:, :, budget:], k, v, None).transpose(1, 2)
+    return mixed
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Plain attention; on a CPU torch's fused kernel is slower than this in bfloat16."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+    if bias is not None:
+        scores = scores + bias
+    return scores.softmax(dim=-1) @ v
+
+
+def _product(x: Tensor, layer: PackedLinear) -> Tensor:
+    """A linear layer on float32 rows [..., in]; float32 comes out."""
+    if isinstance(layer, WideLinear):
+        return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias).float()
+    rounded, row = quantized_rows(x)
+    # As in `quantized_linear_reference`, equal to rounding.
+    return torch.addcmul(layer.bias, torch._int_mm(rounded, layer.weight) * layer.scale, row)
+
+
+def _read(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layer: PackedBlock, eps: float) -> None:
+    """Rows' q, k and v into `out` [R, 3, H, d], q and k turned."""
+    found = _product(F.layer_norm(x, x.shape[-1:], *layer.norm_attn, eps), layer.qkv)
+    found = found.view(out.shape)
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    even, odd = found[:, :2].chunk(2, dim=-1)
+    half = even.shape[-1]
+    out[:, :2, :, :half] = even * cos - odd * sin
+    out[:, :2, :, half:] = even * sin + odd * cos
+    out[:, 2] = found[:, 2]
+
+
+def _write(out: Tensor, x: Tensor, mixed: Tensor, layer: PackedBlock, eps: float) -> None:
+    """Rows of the residual stream after the block into `out`, given what attention found."""
+    after = x + _product(mixed.float(), layer.out)
+    hidden = _product(F.layer_norm(after, x.shape[-1:], *layer.norm_ffn, eps), layer.up)
+    gate, value = hidden.chunk(2, dim=-1)
+    torch.add(after, _product(F.silu(gate) * value, layer.down), out=out)
+
+
+@functools.cache
+def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
+    options: dict[str, Any] = {"dynamic": True, "fullgraph": True}
+    return torch.compile(_read, **options), torch.compile(_write, **options)
