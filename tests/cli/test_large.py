@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from veca import large, save
@@ -88,6 +89,28 @@ def test_several_pictures_on_a_cluster(tiny, weights, photo, tmp_path, capsys):
     found = large.FeatureStore(tmp_path / "many" / "photo.zarr").features[:]
     wanted = large.features(tiny, photo, width="native").features
     assert np.abs(found - wanted).max() < 2e-3
+
+
+def test_what_a_worker_of_a_cluster_does(weights, photo, tmp_path, capsys, monkeypatch):
+    """Without the cluster, which takes long to start."""
+    import sys
+    import types
+
+    def spread(worker, given, tasks, **options):
+        assert options["device"] == "cpu"
+        one = worker({**given, "device": "cpu", "cpus": torch.get_num_threads()})
+        return (one(task) for task in tasks)
+
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=lambda work: work))
+    monkeypatch.setattr("veca.large.collection.spread", spread)
+    (tmp_path / "bad.png").write_text("no picture")
+    words = ("--out", tmp_path / "many", "--weights", weights, "--device", "cpu")
+    assert run("large", photo, tmp_path / "bad.png", *words, "--engine", "ray") == 2
+    assert "1 of 2 pictures" in capsys.readouterr().out
+    store = tmp_path / "many" / "photo.zarr"
+    assert run("large", photo, "--out", tmp_path / "alone.zarr", *words[2:]) == 0
+    alone = large.FeatureStore(tmp_path / "alone.zarr")
+    assert np.array_equal(large.FeatureStore(store).features[:], alone.features[:])
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,12 @@ def large(
 ) -> None:
     """Compute the features of pictures of any size, and write them to disk.
 
-    A run that was stopped goes on when it is started again. Start it with `torchrun
-    --nproc-per-node=2 -m veca large ...` to share a picture among processes.
+    A run that was stopped goes on when it is started again. Under torchrun, processes share a
+    picture.
 
     veca large slide.svs --out features.zarr --mask tissue
+
+    torchrun --nproc-per-node=2 -m veca large map.tif --out features.zarr --mpp 1m
     """
     import torch
 
