@@ -204,6 +204,12 @@ step few "20 minutes on one CPU core"
 do_ veca probe knn --data "$PETS" --dataset oxford-pets --weights veca_small_patch16 \
     --weights veca_tiny_patch16 --teacher efficientnet-lite2 --cores 1,2,4,6,8,64 --protocol quick \
     --set knn.subset.train=20 --set knn.subset.test=20 --no-time --overwrite --out $RECORDS/few/pets-few
+step keep "20 minutes on one CPU core; merged patches at sizes where merging pays"
+merged=(--weights veca_tiny_patch16 --cores 8,64 --keep 0.35,1 --protocol quick --no-time --threads 1 --workers 1
+    --overwrite)
+do_ veca probe knn --data "$PETS" --dataset oxford-pets --size 512 --set knn.subset.train=10 \
+    --set knn.subset.test=10 "${merged[@]}" --out $RECORDS/keep/tiny/pets-knn
+do_ veca probe segmentation --data "$CAMVID" --dataset camvid --size 384 "${merged[@]}" --out $RECORDS/keep/tiny/camvid
 step scores-coco-2 "6 minutes on an H200 and 33 on one CPU core (trimaps)"
 probes control/coco-2 --weights veca_small_patch16=runs/coco-2/final \
     --weights veca_tiny_patch16=runs/coco-2/siblings/tiny \

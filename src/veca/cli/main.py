@@ -28,6 +28,7 @@ from veca.cli.large import large
 from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
+from veca.cli.quantize import quantize
 from veca.cli.quickstart import quickstart
 from veca.cli.read import read
 from veca.cli.recipes import recipes
@@ -93,7 +94,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 _READ_IMAGES = {
     *(quickstart, features, viz, demo, pack, distill, probe, embed, search, tune, calibrate),
-    *(large, read),
+    *(large, read, quantize),
 }
 _FEATURES: PointOptions = {
     "weights": ("weights", str),
@@ -124,7 +125,7 @@ _POINTS: dict[Any, PointOptions] = {
 """What a point stands for in each command: its fields as the parameters are written."""
 _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Look": (quickstart, viz, demo),
-    "Use": (features, embed, search, large, read, export, cache),
+    "Use": (features, embed, search, large, read, quantize, export, cache),
     "Train": (pack, recipes, distill, publish, import_),
     "Measure": (info, bench, tune, calibrate, datasets, probe, report),
 }
