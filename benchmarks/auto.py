@@ -1,6 +1,7 @@
 """keep="auto" and cores="auto" beside the best fixed share or budget, and beside an oracle.
 
     python -m benchmarks auto --photos SQUARES
+    python -m benchmarks auto --held-out
 
 For the shipped weights and each promise, on photos that calibrated nothing: on how many it is kept,
 and what it takes. Fixed: the least share of tokens (or budget) for all photos that keeps the
@@ -13,6 +14,10 @@ the least of `--rounds` in processor seconds, which others on the machine distur
 one, and in batches of `--batch`. With the oracle's shares given, images of a batch are grouped as
 "auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes such folders.
 `--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
+
+`--held-out` measures nothing: it writes results/calibration.csv from what `veca calibrate` noted in
+the shipped calibrations, how promises are kept on photos that were held out of the fit, a fifth at
+a time.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from torch import Tensor
 
 import veca
 from benchmarks.common import print_table, write_csv
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, write_rows
 from veca import calibrate as library
 from veca.bench import DTYPES
 from veca.calibrate import Measurements, Records, budgets
@@ -172,6 +177,18 @@ def cores_rows(
     return rows
 
 
+def held_out(names: Sequence[str], out: Path) -> None:
+    """What the calibrations of weights say of photos that were held out."""
+    rows: list[dict[str, object]] = []
+    for name in names:
+        calibration = veca.load(name).calibration
+        facts = {k: calibration.about[k] for k in ("precision", "cpu", "torch", "veca", "date")}
+        for row in calibration.about["held_out"]:
+            rows.append({"weights": name, **row, **facts})
+    write_rows(out / "calibration.csv", rows)
+    print_table(rows)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photos", type=Path, nargs="+", help="folders of squares")
     parser.add_argument("--weights", nargs="+", default=["tiny", "small"])
@@ -183,10 +200,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=DTYPES, default="float32", help="for the losses")
     parser.add_argument("--measured", type=Path, help="folder that keeps what was measured")
+    parser.add_argument("--held-out", action="store_true", help="from the calibrations alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.held_out:
+        held_out(options.weights, options.out)
+        return 0
     if not options.photos:
         print("nothing to measure: give --photos.")
         return 2

@@ -10,7 +10,7 @@ enlarged bilinearly. "plain walk" is the network as in 0.1, without a line about
 squares of at least the size, which choose nothing; `python -m research.elastic photos` makes such
 folders.
 
-An hour and a half of one core. `--only` measures a part, `--agreement` (on a GPU, say) takes the
+Two and a half hours of one core. `--only` measures a part, `--agreement` (on a GPU, say) takes the
 cosines alone and `--times` the times of `--timed` photos, `--join` brings two such files together;
 each row says where both came from. Writes results/elastic.csv.
 
@@ -45,8 +45,8 @@ from veca.images import EXTENSIONS
 from veca.model import Block, Veca
 
 SIZES = (512, 1024)
-KEEPS = (0.5, 0.42, 0.33, 0.25)
-KEEPS_OF_FEW = ((0.25, 48), (0.25, 24))
+KEEPS = (0.5, 0.43, 0.42, 0.35, 0.33, 0.25)
+KEEPS_OF_FEW = ((0.25, 48), (0.25, 40), (0.25, 24), (0.25, 16))
 """With so many cores."""
 CORES = (8,)
 SMALLER = (3 / 4, 1 / 2)

@@ -162,6 +162,7 @@ def held(prepared, targets, count, tmp_path) -> None:
     assert tally.failed == []
 
 
+@pytest.mark.slow
 def test_some_damaged_images(tmp_path):
     prepared = Images(tmp_path)
     targets = ["jpeg-baseline", "png-palette", "gif", "bmp-24-bit", "tiff-lzw", "webp-lossy"]
@@ -172,6 +173,7 @@ def test_some_damaged_images(tmp_path):
 LIGHT = ("weights", "settings", "labels", "memory", "cache", "packed", "tuning", "pass")
 
 
+@pytest.mark.slow
 def test_some_damaged_files(tmp_path):
     names = [name for name, target in TARGETS.items() if target.maker in LIGHT]
     assert len(names) > 20
@@ -187,6 +189,7 @@ def test_some_kills(tmp_path):
         assert report.fault == ""
 
 
+@pytest.mark.slow
 def test_some_requests(tmp_path):
     pytest.importorskip("gradio", reason="the extra `demo` is not installed")
     from attack.requests import checked, demo
