@@ -39,7 +39,7 @@ def reached(monkeypatch):
         monkeypatch.setattr(importlib.import_module(module), name, stub)
         with pytest.raises(Reached):
             main([str(word) for word in words])
-        for call_back in ("progress", "on_estimate"):
+        for call_back in ("progress", "on_estimate", "on_model"):
             seen.pop(call_back, None)
         return seen
 
