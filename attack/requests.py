@@ -171,7 +171,7 @@ def sizes(page: Page, rng: random.Random, counts: Counter[str]) -> None:
 
 
 def events(page: Page, rng: random.Random, counts: Counter[str]) -> None:
-    """Mutants of an event of the page: answered or refused, and never a fault of the server."""
+    """Mutants of an event of the page: each gets an answer, and the page goes on."""
     whole = json.dumps(_real_event(page)).encode()
     for _ in range(counts.pop("count")):
         answer = page.event(mutate(whole, JSON, rng).data)
@@ -233,7 +233,7 @@ _META = {"_type": "gradio.FileData"}
 
 def _event() -> dict[str, Any]:
     """As the page sends one; the server fills in what it remembers of the visit."""
-    return {"data": ["weights", 64, 4, 2, 1, "norm", 1.0], "fn_index": 0, "session_hash": "abc",
+    return {"data": ["weights", 128, 4, 2, 1, "norm", 1.0], "fn_index": 0, "session_hash": "abc",
             "event_data": None}  # fmt: skip
 
 

@@ -292,7 +292,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield type(value).__name__.encode()
         yield from _parts({f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     elif isinstance(value, dict):
-        for name in value:
+        for name in sorted(value, key=str):  # safetensors has texts in an order of its own
             yield f"key {name!r}".encode("utf-8", "backslashreplace")
             yield from _parts(value[name])
     elif isinstance(value, (str, bytes, int, float, bool, type(None), Path)):

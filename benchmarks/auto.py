@@ -1,6 +1,7 @@
 """keep="auto" and cores="auto" beside the best fixed share or budget, and beside an oracle.
 
     python -m benchmarks auto --photos SQUARES
+    python -m benchmarks auto --held-out
 
 For the shipped weights and each promise, on photos that calibrated nothing: on how many it is kept,
 and what it takes. Fixed: the least share of tokens (or budget) for all photos that keeps the
@@ -13,6 +14,10 @@ the least of `--rounds` in processor seconds, which others on the machine distur
 one, and in batches of `--batch`. With the oracle's shares given, images of a batch are grouped as
 "auto" groups them. Writes results/auto.csv. `python -m research.elastic photos` makes such folders.
 `--measured` keeps what was measured of each photo, so that a run that was stopped goes on.
+
+`--held-out` measures nothing: it writes results/calibration.csv from what `veca calibrate` noted in
+the shipped calibrations, how promises are kept on photos that were held out of the fit, a fifth at
+a time.
 """
 
 from __future__ import annotations
@@ -30,8 +35,9 @@ from torch import Tensor
 
 import veca
 from benchmarks.common import print_table, write_csv
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, write_rows
 from veca import calibrate as library
+from veca.bench import DTYPES
 from veca.calibrate import Measurements, Records, budgets
 from veca.content import KEPT, Calibration, Floats
 from veca.cost import cost
@@ -116,6 +122,7 @@ def shares_rows(
             "dial": "keep",
             "promise": promise,
             "photos": check.photos,
+            "losses in": options.precision,
             "kept": check.kept,
             "mean": check.keep,
             "work": check.work,
@@ -132,7 +139,9 @@ def shares_rows(
     return rows
 
 
-def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[dict[str, object]]:
+def cores_rows(
+    name: str, model: Veca, size: int, found: Measurements, precision: str
+) -> list[dict[str, object]]:
     """The budget of the table, beside hindsight and an oracle, counted in operations."""
     c = model.config
     bank = [*library.budgets(model), c.num_cores]
@@ -156,6 +165,7 @@ def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[d
                 "dial": "cores",
                 "promise": promise,
                 "photos": len(losses),
+                "losses in": precision,
                 "kept": float(kept[:, place].mean()),
                 "mean": budget,
                 "work": float(work[place]),
@@ -167,6 +177,18 @@ def cores_rows(name: str, model: Veca, size: int, found: Measurements) -> list[d
     return rows
 
 
+def held_out(names: Sequence[str], out: Path) -> None:
+    """What the calibrations of weights say of photos that were held out."""
+    rows: list[dict[str, object]] = []
+    for name in names:
+        calibration = veca.load(name).calibration
+        facts = {k: calibration.about[k] for k in ("precision", "cpu", "torch", "veca", "date")}
+        for row in calibration.about["held_out"]:
+            rows.append({"weights": name, **row, **facts})
+    write_rows(out / "calibration.csv", rows)
+    print_table(rows)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photos", type=Path, nargs="+", help="folders of squares")
     parser.add_argument("--weights", nargs="+", default=["tiny", "small"])
@@ -176,17 +198,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timed", type=int, default=24, help="of them for the times")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=DTYPES, default="float32", help="for the losses")
     parser.add_argument("--measured", type=Path, help="folder that keeps what was measured")
+    parser.add_argument("--held-out", action="store_true", help="from the calibrations alone")
     parser.add_argument("--out", type=Path, default=RESULTS)
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.held_out:
+        held_out(options.weights, options.out)
+        return 0
     if not options.photos:
         print("nothing to measure: give --photos.")
         return 2
     torch.set_num_threads(1)
     for name, size in itertools.product(options.weights, options.sizes):
-        model = veca.load(name).eval()
+        model = veca.load(name)
+        measuring = veca.load(name, dtype=DTYPES[options.precision])
         place = None
         if options.measured is not None:
             place = options.measured / f"{name}.json"
@@ -194,12 +222,12 @@ def run(options: argparse.Namespace) -> int:
         records = Records(place, model.calibration.weights_sha256, number)
         found, images = [], []
         for i, (key, photo) in enumerate(itertools.islice(drawn(options.photos), options.limit)):
-            found.append(records.row(model, key, photo, size, i < options.cores))
+            found.append(records.row(measuring, key, photo, size, i < options.cores))
             if i < options.timed:
                 images.append(model.transform(size)(photo))
         measured = library.as_measurements(found)
         rows = shares_rows(name, model, size, measured, torch.stack(images), options)
-        rows += cores_rows(name, model, size, measured)
+        rows += cores_rows(name, model, size, measured, options.precision)
         write_csv("auto", rows, options.out, device="cpu", key="set")
         print_table(rows)
     return 0

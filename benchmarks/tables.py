@@ -196,35 +196,50 @@ def elastic(rows: Rows) -> str:
     return table(header, lines)
 
 
-def auto(rows: Rows) -> str:
+def calibration(rows: Rows) -> str:
     """A line a promise: how it is kept, and what that takes beside a fixed share and an oracle."""
-    header = ["", "promise", "photos", "keep it", "`keep`, mean (fixed)", "work: fixed", "auto",
-              "oracle", "time alone: fixed", "auto", "oracle", "in batches: fixed", "auto",
-              "oracle"]  # fmt: skip
-    ways = ("fixed", "auto", "oracle")
+    header = ["", "promise", "photos", "keep it", "mean `keep`", "work", "fixed `keep`", "work",
+              "oracle, work", "saved", "by the oracle"]  # fmt: skip
     lines = []
     for r in rows:
-        if r["dial"] != "keep":
+        if float(r["agreement"]) not in (0.97, 0.98, 0.99):
             continue
-        work = {"auto": r["work"], "fixed": r["fixed work"], "oracle": r["oracle work"]}
-        times = [r[f"{way} time {where}"] for where in ("alone", "in batches") for way in ways]
+        fixed = float(r["fixed_work"])
         lines.append(
             [
                 f"{r['weights']}, {r['size']} px",
-                f"{float(r['promise']):g}",
+                f"{float(r['agreement']):g}",
                 r["photos"],
                 f"{float(r['kept']):.1%}",
-                f"{float(r['mean']):.2f} ({float(r['fixed']):g})",
-                *(f"{float(work[way]):.3f}" for way in ways),
-                *(f"{float(ratio):.3f}" for ratio in times),
+                f"{float(r['keep']):.2f}",
+                f"{float(r['work']):.3f}",
+                f"{float(r['fixed_keep']):g}",
+                f"{fixed:.3f}",
+                f"{float(r['oracle_work']):.3f}",
+                f"{1 - float(r['work']) / fixed:.1%}",
+                f"{1 - float(r['oracle_work']) / fixed:.1%}",
             ]
         )
     return table(header, lines)
 
 
-def auto_cores(rows: Rows) -> str:
-    header = ["", "promise", "photos", "keep it", "`cores=\"auto\"` (best fixed)", "work: auto",
-              "fixed", "oracle", "an oracle would save"]  # fmt: skip
+def calibrated_cores(rows: Rows) -> str:
+    """A line for weights and a size: the budget at each promise, and what an oracle would save."""
+    wanted = ("0.97", "0.98", "0.99")
+    cells: dict[str, list[str]] = {}
+    for r in rows:
+        if r["agreement"] in wanted:
+            saved = 1 - float(r["cores_oracle_work"]) / float(r["cores_work"])
+            text = f"{r['cores']} cores, {float(r['cores_work']):.3f}, {saved:.1%}"
+            cells.setdefault(f"{r['weights']}, {r['size']} px", []).append(text)
+    return table(["promise", *wanted], [[name, *budgets] for name, budgets in cells.items()])
+
+
+def auto(rows: Rows) -> str:
+    """A line a promise, on photos that calibrated nothing: kept, and times over the full pass."""
+    header = ["", "promise", "photos", "keep it", "mean `keep` (fixed)", "alone: fixed", "auto",
+              "oracle", "in batches: fixed", "auto", "oracle"]  # fmt: skip
+    ways = ("fixed", "auto", "oracle")
     return table(
         header,
         [
@@ -233,12 +248,15 @@ def auto_cores(rows: Rows) -> str:
                 f"{float(r['promise']):g}",
                 r["photos"],
                 f"{float(r['kept']):.1%}",
-                f"{r['mean']} ({r['fixed']})",
-                *(f"{float(r[name]):.3f}" for name in ("work", "fixed work", "oracle work")),
-                f"{1 - float(r['oracle work']) / float(r['fixed work']):.1%}",
+                f"{float(r['mean']):.2f} ({float(r['fixed']):g})",
+                *(
+                    f"{float(r[f'{way} time {where}']):.3f}"
+                    for where in ("alone", "in batches")
+                    for way in ways
+                ),
             ]
             for r in rows
-            if r["dial"] == "cores"
+            if r["dial"] == "keep"
         ],
     )
 
@@ -316,8 +334,9 @@ TABLES: dict[str, Table] = {
     "cpu": ("cpu", cpu),
     "elastic": ("elastic", elastic),
     "elastic-gpu": ("elastic_gpu", elastic_gpu),
+    "calibration": ("calibration", calibration),
+    "calibrated-cores": ("calibration", calibrated_cores),
     "auto": ("auto", auto),
-    "auto-cores": ("auto", auto_cores),
     "embed": ("embed", embed),
     "export-speed": ("export_speed", export_speed),
     "finetune": ("finetune", finetune),

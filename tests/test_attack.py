@@ -48,7 +48,7 @@ class TestJudging:
             (lambda number: time.sleep(60), "hang"),
             (lambda number: os.kill(os.getpid(), 9), "died"),
             (lambda number: os._exit(3), "died"),
-            (lambda number: Result("accepted", bytes(400 * 2**20)[:0].decode()), "over memory"),
+            (lambda number: Result("accepted", (b"x" * (400 * 2**20))[:0].decode()), "over memory"),
             (lambda number: int("x"), "foreign"),
             (lambda number: Result("refused", "why"), "refused"),
         ],
@@ -162,6 +162,7 @@ def held(prepared, targets, count, tmp_path) -> None:
     assert tally.failed == []
 
 
+@pytest.mark.slow
 def test_some_damaged_images(tmp_path):
     prepared = Images(tmp_path)
     targets = ["jpeg-baseline", "png-palette", "gif", "bmp-24-bit", "tiff-lzw", "webp-lossy"]
@@ -172,6 +173,7 @@ def test_some_damaged_images(tmp_path):
 LIGHT = ("weights", "settings", "labels", "memory", "cache", "packed", "tuning", "pass")
 
 
+@pytest.mark.slow
 def test_some_damaged_files(tmp_path):
     names = [name for name, target in TARGETS.items() if target.maker in LIGHT]
     assert len(names) > 20
@@ -187,6 +189,7 @@ def test_some_kills(tmp_path):
         assert report.fault == ""
 
 
+@pytest.mark.slow
 def test_some_requests(tmp_path):
     pytest.importorskip("gradio", reason="the extra `demo` is not installed")
     from attack.requests import checked, demo

@@ -146,6 +146,13 @@ def test_odd_measurements_are_refused(weights, photos, tmp_path, rounds) -> None
         tune(veca.load(weights), photos, tmp_path, **QUICK, count=1)
 
 
+def test_what_a_killed_run_left_goes(weights, photos, tmp_path) -> None:
+    left = tmp_path / ".measurements.json.999999999-0123abcd.tmp"
+    left.touch()
+    tune(veca.load(weights), photos, tmp_path, **QUICK, count=1)
+    assert not left.exists()
+
+
 def test_time_ends_between_two_photos(weights, photos, tmp_path) -> None:
     found = tune(veca.load(weights), photos, tmp_path, **QUICK, count=3, limit=0)
     assert found.conditions["photos"] == 1

@@ -171,7 +171,7 @@ def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = 
 
 
 def at_precision(
-    model: Veca, precision: str, *, recipe: Rounding | None = None, compile: bool = False
+    model: Veca, precision: str, *, rounding: Rounding | None = None, compile: bool = False
 ) -> Veca:
     """The model, on a CPU, computing in a precision; it shares the weights, which stay float32.
 
@@ -179,7 +179,7 @@ def at_precision(
 
     Args:
         precision: "fp32", "bf16" or "int8".
-        recipe: with "int8", which layers are rounded; by default that of the weights where they
+        rounding: with "int8", which layers are rounded; by default that of the weights where they
             are quantised, or else `Rounding()`, equalised on the bundled photos.
         compile: compile what concerns one token at a time, which takes a C++ compiler and half a
             minute at the first call.
@@ -201,7 +201,7 @@ def at_precision(
     wide = torch.bfloat16 if has.bf16 or precision == "bf16" else torch.float32
     source, rounded = model, set[str]()
     if precision == "int8":
-        given = recipe or model.quantization
+        given = rounding or model.quantization
         rounded = set((given or Rounding()).layers(model))
         if given is None:
             source = _equalised(model)

@@ -105,7 +105,7 @@ class Rounding:
     def __post_init__(self) -> None:
         leave = self.leave
         if isinstance(leave, str) or not all(isinstance(name, str) for name in leave):
-            raise ConfigError(f"leave of a recipe must be names of layers, got {leave!r}.")
+            raise ConfigError(f"leave of a rounding must be names of layers, got {leave!r}.")
         object.__setattr__(self, "leave", tuple(leave))
         if self.alpha is not None:
             _check_alpha(self.alpha)
@@ -130,7 +130,7 @@ class Rounding:
         try:
             return cls(tuple(fields["leave"]), fields["alpha"])
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"{fields!r} is no recipe of a quantisation.") from error
+            raise ConfigError(f"{fields!r} does not say how weights were rounded.") from error
 
 
 def linear_layers(model: Veca) -> dict[str, nn.Linear]:
@@ -150,14 +150,14 @@ def linear_layers(model: Veca) -> dict[str, nn.Linear]:
     return found
 
 
-def emulated(model: Veca, recipe: Rounding | None = None) -> Veca:
+def emulated(model: Veca, rounding: Rounding | None = None) -> Veca:
     """A copy whose rounded layers compute `quantized_linear_reference`; slow, and the definition.
 
     Weights are taken as they are: `equalised` comes before.
     """
-    recipe = recipe or Rounding()
+    rounding = rounding or Rounding()
     ours = copy.deepcopy(model).float().eval()
-    for name in recipe.layers(ours):
+    for name in rounding.layers(ours):
         parent, _, last = name.rpartition(".")
         linear = linear_layers(ours)[name]
         setattr(ours.get_submodule(parent), last, QuantizedLinear(linear))

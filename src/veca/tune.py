@@ -26,7 +26,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from veca._util.extras import require
-from veca._util.files import atomic_write, atomic_write_json, check_fields, read_json
+from veca._util.files import (
+    atomic_write,
+    atomic_write_json,
+    check_fields,
+    read_json,
+    remove_leftovers,
+)
 from veca.bench import DTYPES, BenchPlan, take_turns
 from veca.checks import check_budget, check_keep, check_model
 from veca.embed.pipeline import checked_what, explained_out_of_memory
@@ -403,6 +409,7 @@ class _Records:
     def __init__(self, path: Path, about: dict[str, Any], *, overwrite: bool) -> None:
         self.path, self.about = path, about
         self._rounds: dict[str, dict[str, dict[str, float | None]]] = {}
+        remove_leftovers(path.parent.glob(".*.tmp"))
         if overwrite or not path.exists():
             return
         stored = read_json(path, InputError)

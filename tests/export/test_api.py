@@ -157,12 +157,14 @@ def test_what_passes_a_gate():
     assert "stand" in made(differences=places).wrong(gate)
 
 
-def test_few_cores_of_a_file_for_any_budget():
-    gate = GATES["int8"]
-    assert verify.floor_of(gate, 1, open_budget=True) == pytest.approx((0.99, 0.98))
-    assert verify.floor_of(gate, 8, open_budget=True) == gate
-    assert verify.floor_of(gate, 1, open_budget=False) == gate
-    assert verify.floor_of(None, 1, open_budget=True) is None
+def test_a_gate_holds_for_the_mean_of_the_photos():
+    assert verify.looser(GATES["int8"]) == pytest.approx((0.99, 0.98))
+    one = dataclasses.replace(made(agreement=0.9), batch=1)
+    three = dataclasses.replace(made(difference=0.5), batch=3)
+    other = dataclasses.replace(made(agreement=0.5), keep=0.5)
+    mean, alone = verify.by_point([one, other, three])
+    assert (mean.batch, mean.keep) == (4, 1) and alone == other
+    assert mean.agreement["cls"] == pytest.approx(0.975) and mean.differences["cls"] == 0.5
 
 
 def test_gates():

@@ -72,12 +72,14 @@ class Exported:
 
     @property
     def agreement(self) -> Agreement:
-        """Least agreement with the float32 model on the photos of a check, of CLS and patches.
+        """Agreement of CLS and patches with the float32 model, the mean over the photos.
 
-        Of a file for any budget with 8 cores or more; `checks` has those with fewer.
+        The least of all budgets and shares of tokens; in a file for any budget of those with 8
+        cores or more: `checks` has the others.
         """
-        many = [c for c in self.checks if c.cores >= verify.FEW_CORES] or self.checks
-        found = [check.agreement for check in (many if self.cores == ANY else self.checks)]
+        points = verify.by_point(self.checks)
+        many = [point for point in points if point.cores >= verify.FEW_CORES] or points
+        found = [point.agreement for point in (many if self.cores == ANY else points)]
         return Agreement(*(min(one[name] for one in found) for name in ("cls", "patches")))
 
 
@@ -163,9 +165,12 @@ def export_model(
                     f"checking {path.name}: {check.batch} x {check.height} x {check.width}, "
                     f"{check.cores} cores, differs by {check.max_difference:.1e}"
                 )
-                floor = verify.floor_of(floors[one], check.cores, open_budget=budget == ANY)
-                _require_same(check, path, one, floor)
+                floor = floors[one]
+                _require_same(check, path, one, floor and verify.looser(floor))
                 checks.append(check)
+            for point in verify.by_point(checks):
+                if budget != ANY or point.cores >= verify.FEW_CORES:
+                    _require_same(point, path, one, floors[one])
             written.append(_keep(temporary, path, facts, size, checks, floors[one], data))
     return written
 
@@ -363,23 +368,16 @@ def _require_same(
     keep = f", keep {check.keep:g}" if check.keep < 1 else ""
     raise ExportError(
         f"{path.name} is not written: with {count(check.cores, 'core')}{keep} and "
-        f"{count(check.batch, 'photo')} of {check.height} x {check.width} pixels {wrong}; "
+        f"{count(check.batch, 'photo')}, the first of {check.height} x {check.width}, {wrong}; "
         f"{_ADVICE[precision]}."
     )
-
-
-def _looser(gate: Agreement, entry: Exported) -> dict[str, Any]:
-    floor = verify.floor_of(gate, 1, open_budget=entry.cores == ANY)
-    if floor is None or floor == gate:
-        return {}
-    return {f"gate_below_{verify.FEW_CORES}_cores": floor._asdict()}
 
 
 def _verification(entry: Exported, gate: Agreement | None, data: object) -> dict[str, Any]:
     limits = (
         {"allowed": f"{verify.ABSOLUTE} absolute"}
         if gate is None
-        else {"gate": gate._asdict(), **_looser(gate, entry)}
+        else {"gate": gate._asdict(), "gate_of_a_check": verify.looser(gate)._asdict()}
     )
     return {
         "against": "the model in float32 on a CPU",

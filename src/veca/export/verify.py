@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,8 +30,9 @@ ABSOLUTE = 1e-3
 """What an output of a file in float32 may differ by."""
 FEW_CORES = 8
 LOOSER = 5
-"""In a file for any budget, fewer cores than that may disagree so many times as much: with one core
-everything passes through one token, and its rounding is felt everywhere."""
+"""A gate holds for the mean over all photos. Those of one check may disagree so many times as much,
+and so may fewer than `FEW_CORES` in a file for any budget: with one core everything passes through
+one token, and its rounding is felt everywhere."""
 PLACES = 0.1
 """What the place of a core, in [-1, 1], may differ by in any other file."""
 
@@ -90,11 +91,31 @@ class FileCheck:
         return {**asdict(self), "max_difference": self.max_difference}
 
 
-def floor_of(gate: Agreement | None, cores: int, *, open_budget: bool) -> Agreement | None:
-    """The gate for a check with so many cores."""
-    if gate is None or not open_budget or cores >= FEW_CORES:
-        return gate
+def looser(gate: Agreement) -> Agreement:
+    """The gate for a single check, and for few cores of a file for any budget."""
     return Agreement(*(max(0.0, 1 - LOOSER * (1 - least)) for least in gate))
+
+
+def mean_of(checks: Sequence[FileCheck]) -> FileCheck:
+    """Checks with one budget and share of tokens as one: over all their photos."""
+    photos = sum(check.batch for check in checks)
+    first = checks[0]
+    return replace(
+        first,
+        batch=photos,
+        differences={n: max(c.differences[n] for c in checks) for n in first.differences},
+        agreement={
+            n: sum(c.batch * c.agreement[n] for c in checks) / photos for n in first.agreement
+        },
+    )
+
+
+def by_point(checks: Iterable[FileCheck]) -> list[FileCheck]:
+    """`mean_of` for each budget and share of tokens."""
+    points: dict[tuple[int, float], list[FileCheck]] = {}
+    for check in checks:
+        points.setdefault((check.cores, check.keep), []).append(check)
+    return [mean_of(group) for group in points.values()]
 
 
 def _orderly(number: float) -> float:

@@ -89,8 +89,10 @@ def export_web(
         for path in sorted(PAGE.iterdir()):
             shutil.copyfile(path, folder / path.name)
         (folder / "photos").mkdir()
-        for path in (*bundled_photos(), bundled_photos()[0].with_name("CREDITS.md")):
+        for path in bundled_photos():
             shutil.copyfile(path, folder / "photos" / path.name)
+        credit = PAGE.parent / "PHOTO-CREDITS.md"
+        shutil.copyfile(credit, folder / "photos" / "CREDITS.txt")
         files.atomic_write_json(folder / "about.json", _about(model, name, models))
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         _require_empty(target)

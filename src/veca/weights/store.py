@@ -36,6 +36,7 @@ from veca.errors import (
     shown,
 )
 from veca.model import Veca
+from veca.quantization import Rounding, quantized_weight
 from veca.version import __version__
 from veca.weights import tensors as ts
 
@@ -61,6 +62,7 @@ _BOOKKEEPING = {
     *("output_attentions", "output_hidden_states"),
 }
 _HEADER_CONFIG, _HEADER_PROVENANCE = "veca_config", "veca_provenance"
+_HEADER_ROUNDING, _SCALE = "veca_rounding", "_scale"
 _FETCH_AGAIN = "the file is cut short or damaged; fetch or write it again"
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
@@ -182,6 +184,32 @@ def save_state(
     else:
         _write_folder(path, state, metadata, config, record)
     return path
+
+
+def save_rounded(
+    model: Veca, rounding: Rounding, path: Path, *, provenance: Mapping[str, Any]
+) -> None:
+    """`save` with the layers of `rounding` in int8: `NAME.weight` beside `NAME.weight_scale`."""
+    config, state = model.config, dict(model.state_dict())
+    ts.require_finite(state, "the tensors to save", "such a model is of no use, so it is not kept.")
+    layers = rounding.layers(model)
+    for name in layers:
+        weight, scale = quantized_weight(state[f"{name}.weight"])
+        state[f"{name}.weight"], state[f"{name}.weight{_SCALE}"] = weight, scale
+    hashed = ts.content_hash(state)
+    record = full_record(provenance, hashed)
+    metadata = {
+        "format": "pt",
+        _HEADER_CONFIG: json.dumps(_config_fields(config)),
+        _HEADER_PROVENANCE: files.escaped(json.dumps(record, ensure_ascii=False)),
+        _HEADER_ROUNDING: json.dumps({**rounding.to_dict(), "layers": layers}),
+    }
+    metadata[ts.SEAL] = ts.seal(hashed, metadata)
+    if path.name.endswith(SUFFIX):
+        ts.write_file(state, path, metadata)
+    else:
+        _write_folder(path, state, metadata, config, record)
+        write_beside({n: d for n, d in model.beside.items() if n != content.FILE}, path)
 
 
 def _config_fields(config: VecaConfig) -> dict[str, Any]:
@@ -310,6 +338,10 @@ def load_local(
             f"{header.path}: the tensors are not those that were saved (their sha256 differs from "
             f"the one recorded); {_FETCH_AGAIN}."
         )
+    rounding = _embedded(header, _HEADER_ROUNDING)
+    for name in _rounded(header):
+        scale = state.pop(f"{name}{_SCALE}")
+        state[name] = state[name].float() * scale.unsqueeze(1)
     # A copy, because the tensors read are a window on the file, which may change or vanish.
     state = {name: tensor.to(device, dtype, copy=True) for name, tensor in state.items()}
     model = ts.fill(config, state, backend=backend)
@@ -318,6 +350,8 @@ def load_local(
     except WeightsError:  # the copy beside the tensors, which is for people
         model.provenance = _embedded(header, _HEADER_PROVENANCE)
     model.beside = _of_these(read_beside(path), path, str(recorded or read_hash(path)))
+    if rounding:
+        model.quantization = Rounding.from_dict(rounding)
     return model
 
 
@@ -455,9 +489,23 @@ def _open(path: Path) -> _Header:
 
 def _read(header: _Header) -> dict[str, Tensor]:
     dtypes = {name: _DTYPES.get(dtype, dtype) for name, dtype in header.dtypes.items()}
-    ts.require_floating(dtypes, str(header.path))
+    rounded = _rounded(header)
+    floats = {name: dtype for name, dtype in dtypes.items() if name not in rounded}
+    ts.require_floating(floats, str(header.path))
     with _safetensors_errors(header.path), ts.opened(header.path) as file:
         return {name: file.get_tensor(name) for name in header.shapes}
+
+
+def _rounded(header: _Header) -> set[str]:
+    """The weights that are stored in int8."""
+    layers = _embedded(header, _HEADER_ROUNDING).get("layers", [])
+    names = {f"{name}.weight" for name in layers} if isinstance(layers, list) else set()
+    wrong = [name for name in names if header.dtypes.get(name) != "I8"]
+    if wrong:
+        raise WeightsError(
+            f"{header.path}: int8 is said of {ts.listed(wrong)}, which are not; {_FETCH_AGAIN}."
+        )
+    return names
 
 
 def _check_layout(header: _Header, config: VecaConfig) -> None:
@@ -467,6 +515,8 @@ def _check_layout(header: _Header, config: VecaConfig) -> None:
             f"{config.depth} blocks; {_FETCH_AGAIN}."
         )
     expected = ts.shapes(ts.blank(config, where=f"the configuration of {header.path}").state_dict())
+    scales = {f"{name}{_SCALE}": (header.shapes[name][0],) for name in _rounded(header)}
+    expected = {**expected, **scales}
     problems = ts.differences(header.shapes, expected)
     if problems and all(f"{_MODEL_TYPE}.{name}" in header.shapes for name in expected):
         more = [name for name in header.shapes if not name.startswith(f"{_MODEL_TYPE}.")]

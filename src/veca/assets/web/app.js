@@ -242,6 +242,10 @@ if (window.self !== window.top) {
     if (scheme) document.documentElement.dataset.theme = scheme === 'slate' ? 'dark' : 'light';
   };
   follow();
+  // As high as what is in it, so that the page around it scrolls and this one does not.
+  new ResizeObserver(() => {
+    window.frameElement.style.height = `${document.documentElement.offsetHeight}px`;
+  }).observe(document.body);
   new MutationObserver(follow).observe(frame, { attributeFilter: ['data-md-color-scheme'] });
 }
 $('cores').max = about.num_cores;

@@ -1,0 +1,160 @@
+"""Models in bf16 and int8 on a CPU: beside the plain model, and beside int8 by definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import veca
+from veca import VecaConfig, compile_for_inference, create_model
+from veca import precision as room
+from veca.embed import embed, extract
+from veca.errors import InputError
+from veca.images.bundled import bundled_photos
+from veca.model import Veca
+from veca.precision import (
+    Processor,
+    at_precision,
+    check_precision,
+    fastest,
+    hint,
+    in_precision,
+    recorded,
+)
+from veca.quantization import Rounding, emulated, mean_agreement
+from veca.weights import weights_hash
+
+
+@pytest.fixture(scope="module")
+def model() -> Veca:
+    torch.manual_seed(0)
+    config = VecaConfig(depth=3, width=32, heads=2, num_cores=6, output_width=48, patch_size=8)
+    return create_model(config).eval()
+
+
+IMAGES = torch.randn(2, 3, 48, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("precision", "least"), [("bf16", 0.9995), ("int8", 0.998)])
+@pytest.mark.parametrize(("cores", "keep"), [(None, None), (1, None), (3, 0.5)])
+def test_a_precision_computes_what_the_model_does(
+    model: Veca, precision: str, least: float, cores: int | None, keep: float | None
+) -> None:
+    fast = at_precision(model, precision)
+    assert fast.precision == precision and model.precision == "fp32"
+    assert weights_hash(fast) == weights_hash(model)
+    with torch.no_grad():
+        out, wanted = fast(IMAGES, cores, keep), model(IMAGES, cores, keep)
+        alone = fast.cores_only(IMAGES, cores, keep, first=1)
+        native = fast.tokens(IMAGES, cores, keep)
+    assert out.patches.dtype == torch.float32 and out.grid == (6, 8)
+    for one, other in ((out.cores, wanted.cores), (alone.cls, wanted.cls)):
+        assert torch.cosine_similarity(one, other, dim=-1).min() > least
+    # One window more or less may merge.
+    similar = torch.cosine_similarity(out.patches, wanted.patches, dim=-1).mean()
+    assert similar > (least if keep is None else 0.97)
+    assert native.patches.shape == (2, 48, 32)
+
+
+def test_int8_is_its_definition_up_to_rounding(
+    model: Veca, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "processor", lambda: Processor("", "test"))  # no bfloat16 about
+    ours = Rounding(alpha=None)
+    fast, slow = at_precision(model, "int8", rounding=ours), emulated(model, ours)
+    with torch.no_grad():
+        found, wanted = fast(IMAGES), slow(IMAGES)
+        plain = model(IMAGES)
+    error = (found.patches - wanted.patches).norm()
+    assert error < 0.2 * (plain.patches - wanted.patches).norm()  # a sum may round the other way
+
+
+def test_results_are_equal_with_one_thread_and_two(model: Veca) -> None:
+    before = torch.get_num_threads()
+    images = torch.randn(3, 3, 104, 88)
+    try:
+        for precision in ("bf16", "int8"):
+            fast, found = at_precision(model, precision), []
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                with torch.no_grad():
+                    found.append(fast(images).patches)
+            assert torch.equal(*found)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_the_shipped_weights_pass_their_gates() -> None:
+    model = veca.load("tiny")
+    batches = [model.preprocess(photo, 96).pixels for photo in bundled_photos()[:2]]
+    for precision, gate in room.GATES.items():
+        assert mean_agreement(at_precision(model, precision), model, batches).passes(gate)
+
+
+def test_what_cannot_be_is_said(model: Veca) -> None:
+    with pytest.raises(InputError, match="int8"):
+        check_precision("in8")
+    with pytest.raises(InputError, match="fp16"):
+        at_precision(model, "fp16")
+    with pytest.raises(InputError, match="already"):
+        at_precision(at_precision(model, "bf16"), "int8")
+    with pytest.raises(InputError, match="dtype"):
+        compile_for_inference(model, precision="bf16", dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="torch"):
+        compile_for_inference(model, precision="bf16", engine="toch")
+
+
+def test_the_engine_says_what_it_took(model: Veca) -> None:
+    engine = compile_for_inference(model, precision="int8", size=32, cores=2)
+    assert "int8" in engine.describe()
+    with torch.no_grad():
+        wanted = at_precision(model, "int8")(IMAGES, 3)
+    assert torch.equal(engine(IMAGES, 3).patches, wanted.patches)
+    assert torch.equal(engine.cores_only(IMAGES, 3, first=1).cls, wanted.cls)
+    assert "float32" in compile_for_inference(model).describe()
+    assert torch.equal(
+        compile_for_inference(model, precision="fp32")(IMAGES).patches,
+        model(IMAGES).patches.detach(),
+    )
+
+
+def test_auto_is_the_model_where_nothing_is_faster(
+    model: Veca, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "processor", lambda: Processor("", ""))
+    chosen = fastest(model, 32)
+    assert chosen.model is model and "no instructions" in chosen.reason
+    assert hint(model) is None
+    monkeypatch.setattr(room, "processor", lambda: Processor("b", "i"))
+    monkeypatch.setattr(room, "GATES", dict.fromkeys(("bf16", "int8"), room.Agreement(2, 2)))
+    chosen = fastest(model, 32)
+    assert chosen.model is model and "agrees" in chosen.reason
+    assert "--precision int8" in str(hint(model))
+
+
+def test_old_names_are_what_they_were(model: Veca) -> None:
+    import copy
+
+    old = in_precision(copy.deepcopy(model), "bfloat16")
+    assert old.dtype == torch.bfloat16 and recorded(old) == "bfloat16"
+    assert recorded(in_precision(model, "bf16")) == "bf16"
+    assert recorded(in_precision(model, "float32")) == recorded(model) == "float32"
+    assert recorded(in_precision(copy.deepcopy(model), "fp16")) == "float16"
+
+
+def test_features_remember_their_precision(model: Veca, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    photos = [str(photo) for photo in bundled_photos()[:2]]
+    fast = at_precision(model, "int8")
+    extract(fast, photos, tmp_path / "f", size=32)
+    with pytest.raises(InputError, match="precision"):
+        extract(model, photos, tmp_path / "f", size=32)
+    assert extract(fast, photos, tmp_path / "f", size=32).reused == 2
+    embed(photos, tmp_path / "e", weights=fast, size=32, workers=0)
+    with pytest.raises(InputError, match="precision"):
+        embed(photos, tmp_path / "e", weights=model, size=32, workers=0)
+    embed(photos, tmp_path / "again", weights=fast, size=32, workers=0, threads=2)
+    one, other = (
+        next((tmp_path / name).rglob("*.parquet")).read_bytes() for name in ("e", "again")
+    )
+    assert one == other
