@@ -425,7 +425,7 @@ def _pass(folder: Path, progress: Any = None) -> object:
 
     out = large.features(model(), _picture(), folder / "out.npy", tile=3, spill="disk",
                          state=folder / "state", progress=progress)  # fmt: skip
-    return np.load(folder / "out.npy").round(3), out.memory.cores.numpy().round(3)
+    return np.load(folder / "out.npy").round(3), out.cores.numpy().round(3)
 
 
 # -------------------------------------------------------------------------- probes' cache, teachers

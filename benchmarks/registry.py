@@ -34,6 +34,7 @@ SPEED = {
     "export_matrix": Benchmark("how far exported files are from the model; hours"),
     "export_speed": Benchmark("exported files beside their model"),
     "export_precision": Benchmark("exported files by precision, beside plain dynamic int8"),
+    "large": Benchmark("pictures of any size: exactness, speed, memory, contexts, kills"),
     "probe_sweep": Benchmark("how long the quick probes take, then again from the cache"),
 }
 SCORES = {

@@ -342,7 +342,7 @@ def test_there_and_back(small) -> None:
         ({"cores": "many"}, "cores"),
         ({"keep": 2}, "keep"),
         ({"keep": True}, "keep"),
-        ({"precision": "int8"}, "precision"),
+        ({"precision": "int4"}, "precision"),
         ({"agreement": "much"}, "agreement"),
         ({"weights": None}, "weights"),
         ({"format": "other"}, "format"),

@@ -61,6 +61,10 @@ class OutputError(VecaError, OSError):
     """A result that cannot be written where it was asked for."""
 
 
+class AlreadyThereError(OutputError):
+    """A result that is there already, made in the same way; nothing is left to do."""
+
+
 class MissingExtraError(VecaError, ImportError):
     """An optional dependency that this feature needs is not installed."""
 

@@ -466,6 +466,8 @@ class Veca(FeatureModel, nn.Module):
         memory: CoreMemory,
         images: Tensor,
         at: tuple[int, int] | Sequence[tuple[int, int]],
+        *,
+        projection: bool = True,
     ) -> VecaOutput:
         """A region's features as the pass over the whole picture gave them, from its own pixels.
 
@@ -475,6 +477,7 @@ class Veca(FeatureModel, nn.Module):
                 picture, those of B regions of it.
             at: the region's first pixel (row, column) in the picture, both multiples of the patch
                 size; or one for each of the B.
+            projection: False: patches before the output projection, as `tokens` gives them.
 
         Returns:
             The region's patches; the cores are the whole picture's, the grid is the region's.
@@ -492,7 +495,8 @@ class Veca(FeatureModel, nn.Module):
         for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
             patches = cast(Block, block).read(patches, keys, values, rotation)
         cores, core_xy = (x.expand(len(patches), -1, -1) for x in (memory.cores, memory.core_xy))
-        return VecaOutput(cores, self.project(self.norm(patches)), core_xy, shape)
+        patches = self.norm(patches)
+        return VecaOutput(cores, self.project(patches) if projection else patches, core_xy, shape)
 
     def tokens(
         self,

@@ -192,7 +192,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path)
 
 READERS = (
     *("quickstart", "features", "viz", "demo", "pack", "distill", "probe", "embed", "search"),
-    *("tune", "calibrate"),
+    *("tune", "calibrate", "quantize"),
 )
 
 

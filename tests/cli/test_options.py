@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import veca
 from conftest import SMALLEST
-from veca.cli.common import command_line, parse_keep, parse_keeps
+from veca.cli.common import command_line, parse_keep, parse_keeps, say_hint
 from veca.cli.main import app, main
 from veca.errors import InputError
 
@@ -39,7 +39,7 @@ def reached(monkeypatch):
         monkeypatch.setattr(importlib.import_module(module), name, stub)
         with pytest.raises(Reached):
             main([str(word) for word in words])
-        for call_back in ("progress", "on_estimate"):
+        for call_back in ("progress", "on_estimate", "on_model"):
             seen.pop(call_back, None)
         return seen
 
@@ -86,7 +86,7 @@ def test_embed(reached, photos, tmp_path):
         "width": "native", "pca": 4, "dtype": "float32", "keep": 0.5, "agreement": 0.98,
         "precision": "bfloat16", "batch_size": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
         "device": "cpu", "threads": 1, "engine": "ray", "address": "here", "retry_failed": True,
-        "on_error": "raise", "overwrite": True,
+        "on_error": "raise", "overwrite": True, "on_model": say_hint,
     }  # fmt: skip
 
 
@@ -184,8 +184,8 @@ def test_export(reached, weights, tmp_path):
         "--cores", "2,any", "--size", "32x48", "--dtype", "float16", "--name", "mine",
         "--check-sizes", "64x32", "--threads", 1, "--keep", 0.5,
     ) == {
-        "to": "torch-export", "cores": [2, "any"], "size": (32, 48), "dtype": "float16",
-        "name": "mine", "check_sizes": [(64, 32)], "keep": 0.5,
+        "to": "torch-export", "cores": [2, "any"], "size": (32, 48), "precision": ["fp16"],
+        "name": "mine", "check_sizes": [(64, 32)], "keep": 0.5, "data": None, "gate": None,
     }  # fmt: skip
 
 

@@ -28,11 +28,11 @@ def run(weights, images, tmp_path, capsys):
 
 def test_embed_again_and_again(run, images, tmp_path):
     code, said = run("--cores", 4, "--dtype", "float32")
-    assert code == 0 and said.startswith("about 3.84 kB on disk: 30 images x (cls 32)")
+    assert code == 0 and "about 3.84 kB on disk: 30 images x (cls 32)" in said
     assert "30 images embedded (" in said and "4 shards in" in said
     assert read_embeddings(tmp_path / "out")[1].shape == (30, 32)
     code, said = run("--cores", 4, "--dtype", "float32")
-    assert code == 0 and said.startswith("nothing to do, 30 images there already")
+    assert code == 0 and "nothing to do, 30 images there already" in said
     code, said = run("--cores", 5, "--dtype", "float32")
     assert code == 2 and "cores: 4" in said
     first, *_ = sorted(images.rglob("*.png"))
@@ -49,7 +49,8 @@ def test_files_that_are_no_images_are_counted(run, images):
     (images / "a.nef").touch()
     code, said = run()
     assert code == 0
-    assert said.startswith("passed over 1 file of kinds that are not read: 1 .nef about ")
+    assert said.startswith("passed over 1 file of kinds that are not read: 1 .nef ")
+    assert " about " in said
 
 
 def test_search(run, images, tmp_path, capsys):

@@ -566,7 +566,7 @@ def test_bad_input_leaves_nothing(embed, images, tiny, tmp_path, monkeypatch):
         (images, {"cores": 9}, InputError, r"cores.*\b9\b"),
         (images, {"size": 8}, ImageError, "size=8"),
         (images, {"dtype": "float8"}, InputError, "'float8'"),
-        (images, {"precision": "int8"}, InputError, "'int8'"),
+        (images, {"precision": "int4"}, InputError, "int4"),
         (images, {"batch_size": 0}, InputError, "batch_size"),
         (images, {"shard_rows": 1.5}, InputError, "shard_rows"),
         (images, {"workers": -1}, InputError, "workers"),

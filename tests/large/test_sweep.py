@@ -351,7 +351,7 @@ def test_a_full_disk_is_told_before_the_work(tiny, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("picture", "noun"),
     [(photo().astype(float), "uint8"), (photo()[:, :, :2], "uint8"), (photo()[:0], "uint8"),
-     ("photo.jpg", "Picture")],
+     (7, "Picture")],
 )  # fmt: skip
 def test_no_picture(tiny, picture, noun):
     with pytest.raises(LargeError, match=noun):
@@ -449,10 +449,14 @@ def test_memory_stays_below_the_estimate(wide, spill):
 
 
 class Nowhere:
-    def begin(self, grid, width, resumed):
+    def begin(self, layout, resumed):
         return True
 
     def add(self, row, column, features):
         pass
 
-    finish = close = lambda self: None
+    def finish(self, memory):
+        pass
+
+    def close(self):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,23 @@ def write(
         header[SEAL] = seal(content_hash(whole), header)
     try:
         save_file(whole, temporary, metadata=header)
+        _sort_header(temporary)
     except SafetensorError as error:
         raise OutputError(
             f"cannot write {target} ({error}); free some space or choose another place."
         ) from error
     temporary.chmod(mode)  # safetensors makes files that only their owner can read
+
+
+def _sort_header(path: Path) -> None:
+    """Put the words of a header in order: safetensors has another each time, and equal content
+    is to be equal bytes."""
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        words = header.pop("__metadata__", {})
+        ordered = {"__metadata__": dict(sorted(words.items())), **header}
+        text = json.dumps(ordered, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) <= size:  # longer only where JSON is written otherwise; then it stays
+            file.seek(8)
+            file.write(text.ljust(size))

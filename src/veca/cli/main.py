@@ -24,11 +24,13 @@ from veca.cli.export import export
 from veca.cli.features import features
 from veca.cli.import_ import import_
 from veca.cli.info import info
+from veca.cli.large import large
 from veca.cli.pack import pack
 from veca.cli.probe import probe
 from veca.cli.publish import publish
 from veca.cli.quantize import quantize
 from veca.cli.quickstart import quickstart
+from veca.cli.read import read
 from veca.cli.recipes import recipes
 from veca.cli.report import report
 from veca.cli.search import search
@@ -92,7 +94,7 @@ _UsageError: Any = typer.BadParameter.__base__
 
 _READ_IMAGES = {
     *(quickstart, features, viz, demo, pack, distill, probe, embed, search, tune, calibrate),
-    quantize,
+    *(large, read, quantize),
 }
 _FEATURES: PointOptions = {
     "weights": ("weights", str),
@@ -123,7 +125,7 @@ _POINTS: dict[Any, PointOptions] = {
 """What a point stands for in each command: its fields as the parameters are written."""
 _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
     "Look": (quickstart, viz, demo),
-    "Use": (features, embed, search, quantize, export, cache),
+    "Use": (features, embed, search, large, read, quantize, export, cache),
     "Train": (pack, recipes, distill, publish, import_),
     "Measure": (info, bench, tune, calibrate, datasets, probe, report),
 }

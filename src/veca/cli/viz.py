@@ -35,7 +35,7 @@ def viz(
         str,
         typer.Argument(
             help="report (all of them as a page), features, sizes, agreement, attention, cores, "
-            "paths, states, similarity, merged or numbers.",
+            "paths, states, similarity, merged or numbers; large, of a .zarr of veca large.",
             show_default=False,
         ),
     ],
@@ -102,8 +102,11 @@ def viz(
     from veca.viz.catalogue import is_file_name, output_format
     from veca.viz.default_weights import FRESH, load_or_fresh
 
+    if figure == "large":
+        _large(photos, out)
+        return
     if figure != "report" and figure not in library.FIGURES:
-        raise InputError(f"unknown figure {suggest(figure, [*library.FIGURES, 'report'])}")
+        raise InputError(f"unknown figure {suggest(figure, [*library.FIGURES, 'report', 'large'])}")
     if figure == "report" and (is_file_name(out) or format not in (None, "html")):
         raise InputError("a report is a folder with a page in it; give --out a folder.")
     output_format(out, format)
@@ -153,6 +156,20 @@ def viz(
         console.print(FRESH, style="yellow")
     for path in written:
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _large(stores: list[str], out: Path) -> None:
+    """The page of one picture, or one in a folder for each of several."""
+    from veca._util.progress import progress_bar
+    from veca.large import FeatureStore
+    from veca.viz.large import large_page
+
+    for store in stores:
+        folder = out if len(stores) == 1 else out / Path(store).stem
+        with progress_bar("tiles", console) as update, writable_folder(folder):
+            made = large_page(FeatureStore(store), folder, progress=update)
+        for path in made:
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
 def parse_point(text: str, photo: Image.Image) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -56,33 +56,66 @@ def run(
     on_images: Callable[[int], None],
 ) -> Iterator[ShardRecord]:
     """Work through `shards` on a cluster; yields each when it is on the disk, in any order."""
-    ray = require("ray", "veca embed --engine ray")
-    data = require("ray.data", "veca embed --engine ray")
+    given = {
+        "state": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
+        "beside": dict(model.beside),
+        "settings": settings.to_dict(),
+        "reduction": None if reduction is None else reduction.tensors,
+        "plan": plan,
+        "source": source,
+        "folder": str(folder.absolute()),
+        "strict": strict,
+    }
+    rows = spread(
+        _Worker,
+        given,
+        [shard._asdict() for shard in shards],
+        purpose="veca embed --engine ray",
+        workers=workers,
+        threads=threads,
+        device=device,
+        address=address,
+    )
+    for row in rows:
+        on_images(row["images"])
+        failures = [(str(name), str(reason)) for name, reason in json.loads(row["failures"])]
+        number = int(row["number"])
+        yield ShardRecord(shard_path(folder, number), number, int(row["rows"]), failures)
+
+
+def spread(
+    worker: type,
+    given: Mapping[str, Any],
+    tasks: Sequence[dict[str, Any]],
+    *,
+    purpose: str,
+    workers: int | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    address: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Work through tasks on a cluster; yields what a worker made of each, in any order.
+
+    Args:
+        worker: a class. One is made in each process of a reference to what is `given`, to which
+            "device" and "cpus" are added, and is called with a task at a time. It returns a
+            dict; where its "error" is not "", that is a JSON list of an error's class and text.
+        purpose: what the library is needed for.
+    """
+    ray = require("ray", purpose)
+    data = require("ray.data", purpose)
     with ExitStack() as stack:
         _connect(ray, address, stack)
         _quiet(data, stack)
         _patient(data, stack)
         place, cpus, room = _room(ray, device, threads)
-        work = ray.put(
-            {
-                "state": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
-                "beside": dict(model.beside),
-                "settings": settings.to_dict(),
-                "reduction": None if reduction is None else reduction.tensors,
-                "plan": plan,
-                "source": source,
-                "folder": str(folder.absolute()),
-                "device": place,
-                "cpus": cpus,
-                "strict": strict,
-            }
-        )
-        # One shard a block, and so a task.
-        tasks = data.from_items([s._asdict() for s in shards], override_num_blocks=len(shards))
-        results = tasks.map(
-            _Worker,
+        work = ray.put({**given, "device": place, "cpus": cpus})
+        # One task a block.
+        blocks = data.from_items(list(tasks), override_num_blocks=len(tasks))
+        results = blocks.map(
+            worker,
             fn_constructor_args=(work,),
-            compute=data.ActorPoolStrategy(size=min(len(shards), workers or room)),
+            compute=data.ActorPoolStrategy(size=min(len(tasks), workers or room)),
             num_cpus=cpus,
             **({"num_gpus": 1} if place == "cuda" else {}),
             **_environment(),
@@ -91,12 +124,7 @@ def run(
             for row in results.iter_rows():
                 if row["error"]:
                     raise _error(*json.loads(row["error"]))
-                on_images(row["images"])
-                failures = [
-                    (str(name), str(reason)) for name, reason in json.loads(row["failures"])
-                ]
-                number = int(row["number"])
-                yield ShardRecord(shard_path(folder, number), number, int(row["rows"]), failures)
+                yield row
         except ray.exceptions.RayError as error:
             reason = ([line for line in str(error).splitlines() if line.strip()] or ["?"])[-1]
             raise DataError(

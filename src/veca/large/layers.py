@@ -5,6 +5,7 @@ The same for tiles that come one after the other and for regions that lie on sev
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -62,14 +63,35 @@ def core_queries(model: Veca, number: int, start: LayerStart) -> Tensor:
     return block.attn.queries(block.norm_attn(start.tokens), rotation)
 
 
+class Beside(NamedTuple):
+    """Other cores that patches see in a layer, beside those that belong to them."""
+
+    rotation: Rotation
+    """Of the patches, where the other cores see them."""
+    keys: Tensor
+    values: Tensor
+
+
 def through(
-    block: Block, patches: Tensor, rotation: Rotation, start: LayerStart, queries: Tensor
+    block: Block,
+    patches: Tensor,
+    rotation: Rotation,
+    start: LayerStart,
+    queries: Tensor,
+    beside: Beside | None = None,
 ) -> tuple[Tensor, PartialAttention]:
     """Some patches [B, n, D] through a layer, and what the cores take from them."""
     normed = block.norm_attn(patches)
     keys, values = block.attn.keys_and_values(normed, rotation)
     part = partial_attention(queries, keys, values)
-    mixed = patch_rows(block.attn.queries(normed, rotation), start.keys, start.values)
+    own = block.attn.queries(normed, rotation)
+    if beside is None:
+        mixed = patch_rows(own, start.keys, start.values)
+    else:
+        others = block.attn.queries(normed, beside.rotation)
+        seen = partial_attention(own, start.keys, start.values)
+        seen = seen.join(partial_attention(others, beside.keys, beside.values))
+        mixed = seen.result().to(patches.dtype)
     return block.feed(patches + block.attn.joined(mixed)), part
 
 
@@ -77,3 +99,35 @@ def end(block: Block, start: LayerStart, sums: PartialAttention) -> Tensor:
     """The cores after a layer [B, C, D], from what they took of all tokens and of each other."""
     mixed = sums.result().to(start.tokens.dtype)
     return block.feed(start.tokens + block.attn.joined(mixed))
+
+
+Step = Callable[..., tuple[Tensor, PartialAttention]]
+
+
+def forward(
+    model: Veca,
+    patches: Tensor,
+    rotation: Rotation,
+    tokens: Tensor,
+    raw: Tensor,
+    *,
+    step: Step = through,
+    join: Callable[[PartialAttention], PartialAttention] | None = None,
+    beside: Sequence[Beside] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Patches and cores through all layers: both, and the cores' raw coordinates.
+
+    Args:
+        step: `through`, or it with checkpoints.
+        join: what the cores took of these patches -> what they take of all.
+        beside: for each layer, other cores that the patches see.
+    """
+    for number in range(1, model.config.depth + 1):
+        block, start = block_of(model, number), begin(model, number, tokens, raw)
+        raw = start.raw
+        queries = core_queries(model, number, start)
+        others = None if beside is None else beside[number - 1]
+        patches, part = step(block, patches, rotation, start, queries, others)
+        part = part if join is None else join(part)
+        tokens = end(block, start, part.join(partial_attention(queries, start.keys, start.values)))
+    return patches, tokens, raw

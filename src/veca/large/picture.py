@@ -77,8 +77,12 @@ class ArrayPicture:
         return f"{facts} {digest.hexdigest()}"
 
 
-def as_picture(source: Picture | Pixels | Image.Image) -> Picture:
-    """A `Picture`, from one, a NumPy array or memory map, or a Pillow image."""
+def as_picture(source: Picture | Pixels | Image.Image | str | os.PathLike[str]) -> Picture:
+    """A `Picture`, from one, a path, a NumPy array or memory map, or a Pillow image."""
+    if isinstance(source, (str, os.PathLike)):
+        from veca.large.view import open_picture
+
+        return open_picture(source)
     if isinstance(source, np.ndarray):
         return ArrayPicture(source)
     if isinstance(source, Image.Image):
@@ -89,7 +93,7 @@ def as_picture(source: Picture | Pixels | Image.Image) -> Picture:
     if isinstance(source, Picture):
         return source
     raise LargeError(
-        f"a picture is a NumPy array, a Pillow image or a veca.large.Picture, got "
+        f"a picture is a path, a NumPy array, a Pillow image or a veca.large.Picture, got "
         f"{type(source).__name__}."
     )
 
@@ -102,7 +106,7 @@ def patch_grid(picture: Picture, patch_size: int) -> tuple[int, int]:
 
 def region(
     model: Veca,
-    picture: Picture | Pixels | Image.Image,
+    picture: Picture | Pixels | Image.Image | str | os.PathLike[str],
     at: tuple[int, int],
     size: tuple[int, int],
 ) -> Tensor:

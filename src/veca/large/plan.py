@@ -66,6 +66,7 @@ class Estimate:
 
     def __str__(self) -> str:
         waiting = {
+            "none": "each goes through all layers at once",
             "memory": "states in memory",
             "disk": f"states on disk ({gigabytes(self.disk_bytes)})",
             "recompute": "states recomputed from the pixels",
@@ -89,6 +90,7 @@ def plan(
     has_disk: bool = False,
     side: int | None = None,
     ranks: int = 1,
+    halo: int | None = None,
 ) -> Estimate:
     """The plan for a picture of `grid` patches.
 
@@ -96,6 +98,7 @@ def plan(
         has_disk: whether there is a folder for states, so that "auto" may use it.
         side: patches a side of a tile; None: what suits the device and the memory.
         ranks: processes that share the work; memory and disk are those of one.
+        halo: where tiles go through all layers at once: patches that each sees beyond itself.
     """
     c = model.config
     check_choice("spill", spill, SPILLS)
@@ -103,11 +106,12 @@ def plan(
     budget = check_budget(cores, c.num_cores)
     patches = grid[0] * grid[1] if mask is None else int(mask.sum())
     number = torch.empty((), dtype=model.dtype).element_size()
-    state_bytes = -(-patches // ranks) * c.width * number
+    state_bytes = 0 if halo is not None else -(-patches // ranks) * c.width * number
     # The memory of the layers so far, which grows to the whole of it.
     kept = 2 * c.depth * budget * c.width * number
 
     def need(side: int) -> int:
+        side += 2 * (halo or 0)
         scores = 2 * 4 * c.heads * budget * side * side  # of the cores, float32
         return forward_bytes(c, side * c.patch_size, side * c.patch_size) + scores + kept
 
@@ -124,7 +128,9 @@ def plan(
             f"memory={memory!r} is too little: one tile{states} needs "
             f"{gigabytes(limit - room + need(wish))}; allow that much{advice}."
         )
-    if spill == "auto":
+    if halo is not None:
+        spill = "none"
+    elif spill == "auto":
         spill = "memory" if inside else "disk" if has_disk else "recompute"
     tiles = sum(1 for _ in cut(grid, wish, mask))
     slots = (-(-tiles // ranks) + 1) * (wish * wish * c.width * number + SLOT_HEADER)
@@ -138,7 +144,7 @@ def plan(
         memory_bytes=need(wish) + (state_bytes if spill == "memory" else 0),
         disk_bytes=slots if spill == "disk" else 0,
         feature_bytes=grid[0] * grid[1] * c.feature_width * number,
-        work=_work(model) if spill == "recompute" else 1.0,
+        work=_work(model) if spill == "recompute" else ((wish + 2 * (halo or 0)) / wish) ** 2,
     )
 
 

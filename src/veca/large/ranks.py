@@ -7,7 +7,9 @@ cores took from each: O(C D) numbers, however large the picture.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from veca import rope
-from veca.attention import PartialAttention, partial_attention
+from veca.attention import PartialAttention
 from veca.checks import check_budget, check_finite, check_images, check_model
 from veca.errors import InputError, LargeError, whole
 from veca.large import layers
@@ -87,6 +89,23 @@ class Ranks:
     def wait(self, device: torch.device) -> None:
         """Until all are here."""
         self.total(0, device)
+
+
+@contextlib.contextmanager
+def processes(device: str = "auto") -> Iterator[tuple[dist.ProcessGroup | None, str, bool]]:
+    """The processes of torchrun, if there are several: their group, this one's device, and whether
+    it is the first."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield None, device, True
+        return
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield dist.group.WORLD, "cpu" if device == "auto" else device, dist.get_rank() == 0
+    finally:
+        dist.destroy_process_group()
 
 
 class _Sum(torch.autograd.Function):
@@ -162,19 +181,12 @@ class SplitVeca(nn.Module):
         rotation = rope.rotation(xy.unsqueeze(0), layers.periods_of(model))
         x = model.patch_embed(images.to(model.dtype)).flatten(2).transpose(1, 2)
         tokens, raw = layers.bank_of(model, budget, len(images))
-        for number in range(1, c.depth + 1):
-            block = layers.block_of(model, number)
-            start = layers.begin(model, number, tokens, raw)
-            raw = start.raw
-            queries = layers.core_queries(model, number, start)
-            if model.gradient_checkpointing and model.training and torch.is_grad_enabled():
-                x, part = checkpoint(
-                    layers.through, block, x, rotation, start, queries, use_reentrant=False
-                )
-            else:
-                x, part = layers.through(block, x, rotation, start, queries)
-            own = partial_attention(queries, start.keys, start.values)
-            tokens = layers.end(block, start, self.ranks.join(part).join(own))
+        step: layers.Step = layers.through
+        if model.gradient_checkpointing and model.training and torch.is_grad_enabled():
+            step = partial(checkpoint, layers.through, use_reentrant=False)
+        x, tokens, raw = layers.forward(
+            model, x, rotation, tokens, raw, step=step, join=self.ranks.join
+        )
         found, patches = (model.project(model.norm(part)) for part in (tokens, x))
         return VecaOutput(found, patches, raw.tanh().expand(len(x), -1, -1), shape)
 

@@ -1,9 +1,4 @@
-"""The pass over a picture of any size: layer by layer, and in each layer tile by tile.
-
-Patches see nothing but the cores, so a tile needs only its own pixels or state. The cores see all
-patches; what they take from each tile is a few sums, an online softmax. So what is computed is the
-plain forward, up to rounding, in the memory of one tile.
-"""
+"""Features of pictures of any size: what is asked for is checked, planned, and run."""
 
 from __future__ import annotations
 
@@ -11,8 +6,9 @@ import contextlib
 import hashlib
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,45 +16,54 @@ from PIL import Image
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from veca import rope
 from veca._util.numbers import gigabytes
-from veca.attention import PartialAttention, partial_attention
-from veca.checks import check_budget, check_memorable, check_model
+from veca.checks import check_budget, check_keep, check_memorable, check_model
+from veca.config import VecaConfig
 from veca.core_memory import CoreMemory, weights_stamp
-from veca.errors import LargeError, OutputError
-from veca.large import layers
+from veca.errors import LargeError, OutputError, check_choice
+from veca.large.image_pass import ImagePass
 from veca.large.journal import STATES, Journal
-from veca.large.picture import Picture, Pixels, as_picture, patch_grid, tile_pixels
+from veca.large.masks import mask_of, shares
+from veca.large.picture import Picture, Pixels, as_picture, patch_grid
 from veca.large.plan import Estimate, Mask, PatchTile, checked_mask, cut, plan
 from veca.large.ranks import Ranks
 from veca.large.states import DiskStates, MemoryStates, NoStates, States
-from veca.large.writers import ArrayWriter, NumpyWriter, TileWriter, as_writer
+from veca.large.view import PictureView, as_view
+from veca.large.window_pass import OverviewPass, WindowPass
+from veca.large.work import Progress, Work
+from veca.large.writers import Layout, TileWriter, as_writer, place_of
+from veca.large.writers.arrays import ArrayWriter
 from veca.model import Veca
 
-
-class Progress(Protocol):
-    """Told after each tile of each layer how many are done, of how many."""
-
-    def __call__(self, done: int, total: int) -> None: ...
+CONTEXTS = ("image", "tile", "overview", "tile+overview")
+"""What a patch sees beside its own pixels."""
+WIDTHS = ("native", "projected")
+_SIDE, _HALO = 24, 4
+"""Patches a side of a tile that is a picture of its own, and those that its window adds around."""
+_OVERVIEW = 1024
+"""Pixels of an overview's longer side."""
 
 
 class LargeOutput(NamedTuple):
     """What the model knows about a picture of any size."""
 
-    memory: CoreMemory
-    """The global features (`memory.cls`, `memory.cores`), and what `Veca.read` reads from."""
+    memory: CoreMemory | None
+    """What `Veca.read` reads regions from; None where each tile has a context of its own."""
     grid: tuple[int, int]
     """(h, w): patches down and across."""
     features: np.ndarray[Any, Any] | None
     """[h, w, D'] where they were not given a place to go."""
+    cores: Tensor
+    """[C, D'] the cores' features, projected; with contexts of tiles the mean over the patches."""
 
 
 def estimate(
     model: Veca,
-    picture: Picture | Pixels | Image.Image | tuple[int, int],
+    picture: Picture | Pixels | Image.Image | str | os.PathLike[str] | tuple[int, int],
     out: object = None,
     *,
     cores: int | None = None,
+    context: str = "image",
     mask: object = None,
     memory: int | str = "2GB",
     spill: str = "auto",
@@ -71,6 +76,7 @@ def estimate(
         picture: or its (height, width) in pixels.
     """
     check_model(model, "veca.large.estimate")
+    check_choice("context", context, CONTEXTS)
     size = model.config.patch_size
     if isinstance(picture, tuple):
         grid = (-(-picture[0] // size), -(-picture[1] // size))
@@ -78,18 +84,31 @@ def estimate(
         grid = patch_grid(as_picture(picture), size)
     there = checked_mask(mask, grid)
     disk = state is not None or isinstance(out, (str, os.PathLike))
+    side, halo = _tiling(context, tile)
     return plan(
-        model, grid, cores=cores, mask=there, memory=memory, spill=spill, has_disk=disk, side=tile
+        model,
+        grid,
+        cores=cores,
+        mask=there,
+        memory=memory,
+        spill=spill,
+        has_disk=disk,
+        side=side,
+        halo=halo,
     )
 
 
 @torch.no_grad()
 def features(
     model: Veca,
-    picture: Picture | Pixels | Image.Image,
+    picture: Picture | Pixels | Image.Image | str | os.PathLike[str],
     out: TileWriter | str | os.PathLike[str] | None = None,
     *,
     cores: int | None = None,
+    context: str = "image",
+    keep: float | None = None,
+    width: str = "projected",
+    dtype: str | None = None,
     mask: object = None,
     memory: int | str = "2GB",
     spill: str = "auto",
@@ -98,18 +117,29 @@ def features(
     progress: Progress | None = None,
     group: ProcessGroup | None = None,
 ) -> LargeOutput:
-    """Features of a picture of any size: those of the plain forward, up to rounding.
+    """Features of a picture of any size: by default those of the plain forward, up to rounding.
 
     A pass that was stopped goes on at its last finished tile when it is asked for again.
 
     Args:
-        picture: a `Picture`, a NumPy array or memory map uint8 [H, W, 3], or a Pillow image. It is
-            normalised as the weights want. Where its sides are no multiples of the patch size, the
-            last patches repeat its last pixels.
-        out: a `.npy` file, or a `TileWriter`; None keeps the features in memory.
+        picture: what `open_picture` gives, or a path for it; a NumPy array or memory map uint8
+            [H, W, 3], a Pillow image, or your own `Picture`. It is normalised as the weights want.
+            Where its sides are no multiples of the patch size, the last patches repeat its last
+            pixels.
+        out: a path that ends in .zarr, .h5, .tif (a GeoTIFF of three components) or .npy, or a
+            `TileWriter`; None keeps the features in memory.
         cores: the budget, 1..M, by default all M.
+        context: what a patch sees beside its own pixels. "image": the whole picture, exactly.
+            "tile": a window around its tile. "overview": the picture scaled down.
+            "tile+overview": both.
+        keep: with context "tile": the share of patches that go on after merging.
+        width: "projected", features as the model gives them; "native", before the output
+            projection, as wide as the network.
+        dtype: of the features as they are written, float16 or float32; by default float16 in Zarr
+            and HDF5.
         mask: booleans [h, w], one for each patch: those that are False are no tokens at all. They
-            cost nothing, the cores do not see them, and their features are 0.
+            cost nothing, the cores do not see them, and their features are 0. Or what `mask_of`
+            takes: "tissue", "nodata", the path of an image.
         memory: what the pass may take beside the weights, the picture and the features: "2GB".
         spill: where patches' states wait from layer to layer. "memory" is fastest; "disk" writes
             and reads each state once a layer; "recompute" needs neither, and about (L + 1) / 2
@@ -117,28 +147,28 @@ def features(
             `estimate` has the figures.
         state: a folder for states and for what a stopped pass needs to go on; it is removed at the
             end. By default beside `out`, where that is a path.
-        tile: patches a side of a tile, by default what suits the device and the memory.
+        tile: patches a side of a tile, by default what suits the device and the memory. Where each
+            tile has a context of its own, features depend on it; then 24, in windows of 32.
         progress: called with (done, total) tiles of layers, of this process.
         group: processes of torch.distributed that share the work: each takes some of the tiles and
             writes them, and all call this with the same arguments. `out` and `state` are places
             that all of them see; features that stay in memory are, on each, those of its own
             tiles, and 0 elsewhere.
     """
-    check_model(model, "veca.large.features")
-    check_memorable(model.training, None)
-    if model.config.in_channels != 3:
-        raise LargeError(f"pictures are RGB, and the model takes {model.config.in_channels} bands.")
+    config = _checked(model, context, keep, width, mask)
     source = as_picture(picture)
-    grid = patch_grid(source, model.config.patch_size)
-    there = checked_mask(mask, grid)
-    budget = check_budget(cores, model.config.num_cores)
-    writer = as_writer(out)
-    if state is None and isinstance(writer, NumpyWriter):
-        state = writer.path.with_name(f".{writer.path.name}.state")
+    grid = patch_grid(source, config.patch_size)
+    there = _mask(source, mask, grid, config.patch_size)
+    budget = check_budget(cores, config.num_cores)
+    writer = as_writer(out, dtype)
+    path = place_of(writer)
+    if state is None and path is not None:
+        state = path.with_name(f".{path.name}.state")
     ranks = Ranks(group)
     folder = None if state is None else Path(state).expanduser()
     if folder is not None and ranks.size > 1:
         folder = folder / f"{ranks.rank}-of-{ranks.size}"
+    side, halo = _tiling(context, tile)
     estimated = plan(
         model,
         grid,
@@ -147,18 +177,26 @@ def features(
         memory=memory,
         spill=spill,
         has_disk=folder is not None,
-        side=tile,
+        side=side,
         ranks=ranks.size,
+        halo=halo,
     )
     tiles = list(cut(grid, estimated.side, there))[ranks.rank :: ranks.size]
+    identity = source.identity() if folder is not None or path is not None else ""
     settings = {
         "weights": weights_stamp(model),
-        "picture": source.identity() if folder is not None else "",
+        "picture": identity,
         "grid": list(grid),
         "cores": budget,
+        "context": context,
+        "keep": keep,
+        "width": width,
         "mask": None if there is None else _digest(there),
         "tile": estimated.side,
     }
+    facts = {**settings, "precision": str(model.dtype)[6:], **_facts(source, config)}
+    numbers = config.feature_width if width == "projected" else config.width
+    layout = Layout(grid, numbers, estimated.side, config.patch_size, source, there, facts)
     journal = Journal(folder)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.close)
@@ -166,152 +204,109 @@ def features(
             stack.enter_context(journal.opened(settings, model.device))
             states = _states(estimated, tiles, model, folder)
             stack.callback(states.close)
-        work = _Pass(model, source, grid, tiles, budget, states, journal, writer, progress, ranks)
-        found = work.run(work.begin_writer())
+        given = (model, layout, tiles, budget, journal, writer, progress, ranks)
+        projected = width == "projected"
+        work: Work
+        if halo is None:
+            work = ImagePass(*given, states=states, projected=projected)
+        else:
+            beside = None
+            if context != "tile":
+                beside = _overview_memory(model, source, grid, budget, there, memory)
+            kind = OverviewPass if context == "overview" else WindowPass
+            work = kind(*given, halo=halo, keep=keep, memory=beside, projected=projected)
+        found, last = work.run(work.begin_writer())
         ranks.wait(model.device)  # all tiles are there
         if ranks.rank == 0:
-            writer.finish()
+            writer.finish(found)
         journal.remove()
     if folder is not None and ranks.size > 1:
         with contextlib.suppress(OSError):  # the last of the ranks
             folder.parent.rmdir()
-    return LargeOutput(found, grid, writer.array if isinstance(writer, ArrayWriter) else None)
+    array = writer.array if isinstance(writer, ArrayWriter) else None
+    return LargeOutput(found, grid, array, last)
 
 
-class _Pass:
-    """One pass under way."""
+def _checked(model: Veca, context: str, keep: float | None, width: str, mask: object) -> VecaConfig:
+    check_model(model, "veca.large.features")
+    check_choice("context", context, CONTEXTS)
+    check_choice("width", width, WIDTHS)
+    if context == "tile" and keep is not None:
+        check_keep(keep)
+        if mask is not None:
+            raise LargeError("keep merges patches of whole windows, so it takes no mask.")
+        check_memorable(model.training, None)
+    else:
+        check_memorable(model.training, keep)
+    if model.config.in_channels != 3:
+        raise LargeError(f"pictures are RGB, and the model takes {model.config.in_channels} bands.")
+    return model.config
 
-    def __init__(
-        self,
-        model: Veca,
-        picture: Picture,
-        grid: tuple[int, int],
-        tiles: list[PatchTile],
-        budget: int,
-        states: States,
-        journal: Journal,
-        writer: TileWriter,
-        progress: Progress | None,
-        ranks: Ranks,
-    ) -> None:
-        self.model, self.picture, self.grid, self.tiles = model, picture, grid, tiles
-        self.budget, self.states, self.journal, self.writer = budget, states, journal, writer
-        self.progress, self.ranks = progress, ranks
-        self.periods = layers.periods_of(model)
-        # The sums of many tiles: in float64, which is nothing beside the tiles' own work.
-        self.wide = torch.float32 if model.device.type == "mps" else torch.float64
 
-    def begin_writer(self) -> bool:
-        """Whether tiles that were written before are still there."""
-        ranks, width, device = self.ranks, self.model.config.feature_width, self.model.device
-        there = False
-        with ranks.together(device):
-            if ranks.rank == 0:
-                there = self.writer.begin(self.grid, width, self.journal.resumed)
-        with ranks.together(device):  # the others find what the first has made
-            if ranks.rank:
-                self.writer.begin(self.grid, width, True)
-        found = ranks.from_rank(0, torch.tensor(int(there), device=device))
-        # In memory each rank has its own.
-        return bool(found) and not isinstance(self.writer, ArrayWriter)
+def _tiling(context: str, tile: int | None) -> tuple[int | None, int | None]:
+    """Patches a side of a tile, where that is fixed, and those that a window adds around it."""
+    if context == "image":
+        return tile, None
+    if context == "overview":  # nothing depends on the tiles
+        return tile, 0
+    return tile or _SIDE, _HALO
 
-    def _catch_up(self) -> None:
-        """A stopped rank may be a layer behind the others, which tell it how the layer began."""
-        ranks, journal, device = self.ranks, self.journal, self.model.device
-        known = len(journal.layers)
-        for number in range(1, ranks.most(known, device) + 1):
-            teller = ranks.most(ranks.rank if known >= number else -1, device)
-            start = journal.layers[number - 1] if known >= number else self._blank_start()
-            start = layers.LayerStart(*(ranks.from_rank(teller, part) for part in start))
-            if number > known:
-                journal.begin_layer(start)
 
-    def _blank_start(self) -> layers.LayerStart:
-        """Of the shapes that one has."""
-        tokens, raw = layers.bank_of(self.model, self.budget)
-        return layers.begin(self.model, 1, tokens, raw)
+def _mask(source: Picture, mask: object, grid: tuple[int, int], patch_size: int) -> Mask | None:
+    if isinstance(mask, (str, os.PathLike)):
+        mask = mask_of(source, mask, patch_size)
+    return checked_mask(mask, grid)
 
-    def run(self, writer_resumed: bool) -> CoreMemory:
-        journal, depth = self.journal, len(self.model.blocks)
-        if self.ranks.size > 1:
-            self._catch_up()
-        if len(journal.layers) == depth and not writer_resumed:
-            journal.forget_tiles()  # the last layer's tiles are features, which are not there
-        tokens, raw = layers.bank_of(self.model, self.budget)
-        for number in range(max(1, len(journal.layers)), depth + 1):
-            if number > len(journal.layers):
-                journal.begin_layer(layers.begin(self.model, number, tokens, raw))
-            raw = journal.layers[-1].raw
-            tokens = self._layer(number)
-        model = self.model
-        return CoreMemory(
-            torch.stack([layer.keys for layer in journal.layers]),
-            torch.stack([layer.values for layer in journal.layers]),
-            model.project(model.norm(tokens)),
-            raw.tanh(),
-            self.grid,
-            model.config.patch_size,
-            weights_stamp(model),
-        )
 
-    def _layer(self, number: int) -> Tensor:
-        """Every tile through one layer; the cores after it [1, C, D]."""
-        start, journal = self.journal.layers[-1], self.journal
-        queries = layers.core_queries(self.model, number, start)
-        sums = journal.sums
-        if sums is None:
-            none = start.keys[:, :, :0]
-            sums = partial_attention(queries, none, none).to(self.wide)
-        for index in range(journal.tiles, len(self.tiles)):
-            part = self._tile(number, index, queries)
-            sums = sums.join(part.to(self.wide))
-            journal.add_tile(index + 1, sums)
-            if self.progress is not None:
-                done = (number - 1) * len(self.tiles) + index + 1
-                self.progress(done, len(self.model.blocks) * len(self.tiles))
-        own = partial_attention(queries, start.keys, start.values).to(self.wide)
-        return layers.end(
-            layers.block_of(self.model, number), start, self.ranks.join(sums).join(own)
-        )
+def _facts(source: Picture, config: VecaConfig) -> dict[str, Any]:
+    """What is known of a picture, as JSON."""
+    found: dict[str, Any] = {"patch_size": config.patch_size, "shape": list(source.shape)}
+    if isinstance(source, PictureView):
+        path = getattr(source.source, "path", None)  # a picture in memory has none
+        found["path"] = None if path is None else os.path.abspath(path)  # noqa: PTH100
+        found["look"] = source.look.to_dict()
+        if source.microns is not None:
+            found["microns_per_pixel"] = list(source.microns)
+        if source.place is not None:
+            found["crs"] = source.place.crs
+            part = source.place.part(0, 0, config.patch_size, config.patch_size)
+            found["transform_of_patches"] = list(part.transform)
+    return found
 
-    def _tile(self, number: int, index: int, queries: Tensor) -> PartialAttention:
-        """A tile through one layer; what the cores take from it."""
-        tile, rotation = self.tiles[index], self._rotation(self.tiles[index])
-        x = self.states.get(index, number - 1) if number > 1 else None
-        if x is None:
-            x = self._from_pixels(tile, number - 1, rotation)
-        start, block = self.journal.layers[-1], layers.block_of(self.model, number)
-        x, part = layers.through(block, x, rotation, start, queries)
-        if number < len(self.model.blocks):
-            self.states.put(index, number, x)
-        else:
-            self._write(tile, x)
-        return part
 
-    def _from_pixels(self, tile: PatchTile, after: int, rotation: rope.Rotation) -> Tensor:
-        """A tile's state after some layers, from its pixels and what the cores held ready."""
-        model = self.model
-        shape = (tile.height, tile.width)
-        pixels = tile_pixels(self.picture, model.config, (tile.row, tile.column), shape)
-        x = model.patch_embed(pixels.to(model.device, model.dtype)).flatten(2).transpose(1, 2)
-        x = x if tile.kept is None else x[:, tile.kept.to(x.device)]
-        for number, layer in enumerate(self.journal.layers[:after], start=1):
-            x = layers.block_of(model, number).read(x, layer.keys, layer.values, rotation)
-        return x
+def _overview_memory(
+    model: Veca,
+    source: Picture,
+    grid: tuple[int, int],
+    budget: int,
+    mask: Mask | None,
+    memory: int | str,
+) -> CoreMemory:
+    """The memory of the picture scaled down, to be read on the whole's grid."""
+    small = as_view(source).reduced(_OVERVIEW)
+    size = model.config.patch_size
+    there = None
+    if mask is not None:
+        there = shares(mask, patch_grid(small, size), small.shape, size) > 0
+    out = features(model, small, _Nowhere(), cores=budget, mask=there, memory=memory)
+    assert out.memory is not None
+    return replace(out.memory, grid=grid)
 
-    def _rotation(self, tile: PatchTile) -> rope.Rotation:
-        place, shape = (tile.row, tile.column), (tile.height, tile.width)
-        xy = rope.region_coordinates(self.grid, place, shape, self.periods.device)
-        xy = xy if tile.kept is None else xy[tile.kept.to(xy.device)]
-        return rope.rotation(xy.unsqueeze(0), self.periods)
 
-    def _write(self, tile: PatchTile, x: Tensor) -> None:
-        found = self.model.project(self.model.norm(x))[0].float().cpu()
-        if tile.kept is not None:
-            whole = found.new_zeros(tile.height * tile.width, found.shape[1])
-            found = whole.index_copy(0, tile.kept, found)
-        found = found.view(tile.height, tile.width, -1)
-        self.writer.add(tile.row, tile.column, found.numpy())
+class _Nowhere:
+    """Where features go that nobody wants."""
+
+    def begin(self, layout: Layout, resumed: bool) -> bool:
+        return True
+
+    def add(self, row: int, column: int, features: np.ndarray[Any, Any]) -> None:
+        pass
+
+    def finish(self, memory: CoreMemory | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _states(
@@ -320,7 +315,7 @@ def _states(
     """Where states wait; the disk is asked for room first."""
     if estimated.spill == "memory":
         return MemoryStates()
-    if estimated.spill == "recompute":
+    if estimated.spill in ("recompute", "none"):
         return NoStates()
     if folder is None:
         raise LargeError("spill='disk' needs a place: name a folder with state=...")

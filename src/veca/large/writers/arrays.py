@@ -1,43 +1,18 @@
-"""Where features go, a tile at a time."""
+"""Features as arrays: in memory, as a `.npy` file, and as the first half of what is converted."""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from pathlib import Path
-from typing import IO, Any, Protocol, runtime_checkable
+from typing import IO, Any
 
 import numpy as np
 
 from veca._util import files
+from veca.core_memory import CoreMemory
 from veca.errors import OutputError
-
-Features = np.ndarray[Any, Any]
-
-
-@runtime_checkable
-class TileWriter(Protocol):
-    """Takes the features of a grid of patches, tile by tile, each once or again after a stop."""
-
-    def begin(self, grid: tuple[int, int], width: int, resumed: bool) -> bool:
-        """Before the first tile.
-
-        Args:
-            resumed: an earlier pass was stopped; tiles that it added are not added again if they
-                are still there, which the answer says.
-        """
-        ...
-
-    def add(self, row: int, column: int, features: Features) -> None:
-        """The features [h, w, D'] of a tile whose first patch is there; 0 where masked."""
-        ...
-
-    def finish(self) -> None:
-        """All tiles are there; those that never came are masked."""
-        ...
-
-    def close(self) -> None:
-        """After `finish`, or a failure."""
-        ...
+from veca.large.writers import Features, Layout
 
 
 class ArrayWriter:
@@ -48,15 +23,15 @@ class ArrayWriter:
     def __init__(self, dtype: Any = "float32") -> None:
         self.dtype = np.dtype(dtype)
 
-    def begin(self, grid: tuple[int, int], width: int, resumed: bool) -> bool:
-        self.array = np.zeros((*grid, width), self.dtype)
+    def begin(self, layout: Layout, resumed: bool) -> bool:
+        self.array = np.zeros((*layout.grid, layout.width), self.dtype)
         return False
 
     def add(self, row: int, column: int, features: Features) -> None:
         height, width = features.shape[:2]
         self.array[row : row + height, column : column + width] = features
 
-    def finish(self) -> None:
+    def finish(self, memory: CoreMemory | None) -> None:
         pass
 
     def close(self) -> None:
@@ -76,8 +51,8 @@ class NumpyWriter:
         self.part = self.path.with_name(f".{self.path.name}.part")
         self._file: IO[bytes] | None = None
 
-    def begin(self, grid: tuple[int, int], width: int, resumed: bool) -> bool:
-        self._shape = (*grid, width)
+    def begin(self, layout: Layout, resumed: bool) -> bool:
+        self.layout, self._shape = layout, (*layout.grid, layout.width)
         nbytes = int(np.prod(self._shape)) * self.dtype.itemsize
         with files.output_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +91,7 @@ class NumpyWriter:
                 self._file.seek(self._start + (number * self._shape[1] + column) * size)
                 files.write_all(self._file, memoryview(line).cast("B"))
 
-    def finish(self) -> None:
+    def finish(self, memory: CoreMemory | None) -> None:
         files.commit(self.part, self.path)
 
     def close(self) -> None:
@@ -124,15 +99,33 @@ class NumpyWriter:
             self._file.close()
 
 
-def as_writer(out: TileWriter | str | os.PathLike[str] | None) -> TileWriter:
-    """A writer, from one, the path of a `.npy` file, or None: in memory."""
-    if out is None:
-        return ArrayWriter()
-    if isinstance(out, (str, os.PathLike)):
-        path = Path(out)
-        if path.suffix != ".npy":
-            raise OutputError(f"cannot write {path}: features of a large picture are a .npy file.")
-        return NumpyWriter(path)
-    if isinstance(out, TileWriter):
-        return out
-    raise OutputError(f"out must be a path, a writer or None, got {type(out).__name__}.")
+class ConvertedWriter(NumpyWriter):
+    """Gathers features beside the target, of which `convert` makes the target at the end.
+
+    For formats that a kill in the middle would ruin: until then nothing is where they will be.
+    """
+
+    @abstractmethod
+    def convert(self, temporary: Path, memory: CoreMemory | None) -> None:
+        """Write the target's content to a file, from `rows`."""
+
+    def rows(self, start: int, stop: int) -> Features:
+        """Features [stop - start, w, D'] that were gathered, of these rows of the grid."""
+        assert self._file is not None
+        each = int(np.prod(self._shape[1:]))
+        found = np.empty((stop - start) * each, self.dtype)
+        self._file.seek(self._start + start * each * self.dtype.itemsize)
+        view = found.data.cast("B")
+        while view:
+            count = self._file.readinto(view)  # type: ignore[attr-defined]
+            if not count:
+                raise OutputError(f"{self.part} has been cut short; run the pass again.")
+            view = view[count:]
+        return found.reshape(stop - start, *self._shape[1:])
+
+    def finish(self, memory: CoreMemory | None) -> None:
+        with files.temporary_beside(self.path) as temporary, files.output_errors(self.path):
+            self.convert(temporary, memory)
+            files.commit(temporary, self.path)
+        self.close()
+        self.part.unlink(missing_ok=True)

@@ -1,0 +1,500 @@
+"""Pictures of any size: how exact, how fast, in how much memory, and with which context.
+
+    python -m benchmarks large exactness      the pass over tiles beside the plain forward
+    python -m benchmarks large read           regions from the core memory: equal, and how fast
+    python -m benchmarks large ranks          two processes: equal, and the bytes they exchange
+    python -m benchmarks large kills          `veca large` killed and resumed: the same bytes?
+    python -m benchmarks large scaling        time and resident memory of `veca large` against size
+    python -m benchmarks large contexts --voc VOC2012    a head of photos on mosaics of them
+
+With the shipped tiny weights on the CPU, float32 unless said. Pictures are mosaics of `--photos`,
+by default the bundled ones. Differences are the largest ones, in units of the features' mean
+magnitude. Each part writes results/large_PART.csv.
+
+`contexts` trains a linear classifier of VOC 2012's classes on the patches of single squares of 512
+px, and applies it to the same validation photos: alone, as mosaics, and enlarged. "seams" is how
+much farther apart neighbours are across a tile's edge than elsewhere, away from photos' edges.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+import veca
+from benchmarks.common import print_table, write_csv
+from veca import rope
+from veca.bench import BenchPlan, take_turns
+from veca.images import find_images, normalize, read_image
+from veca.images.bundled import bundled_photos
+from veca.model import Veca
+
+Pixels = np.ndarray[Any, Any]
+CELL = 512
+TILE = 24
+VOID = 255
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--photos", type=Path, help="a folder of photos for mosaics")
+    parser.add_argument("--size", type=int, default=4096, help="px a side: exactness, read, ranks")
+    parser.add_argument("--sizes", default="4096,8192,16384,32768", help="px a side: scaling")
+    parser.add_argument("--precision", default="float32", help="scaling")
+    parser.add_argument("--memory", default="1GB", help="scaling")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--regions", type=int, default=200)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--voc", type=Path, help="the folder VOC2012: contexts")
+    parser.add_argument("--train", type=int, default=300, help="photos: contexts")
+    parser.add_argument("--test", type=int, default=64, help="photos: contexts, a square number")
+    parser.add_argument("--mosaics", default="1024,2048,4096", help="px a side: contexts")
+
+
+def run(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    rows = PARTS[options.part](options)
+    print_table(rows)
+    write_csv(f"large_{options.part}", rows, device="cpu")
+
+
+def note(part: str, rows: list[dict[str, object]]) -> None:
+    """Rows so far: a part that is stopped leaves what it has measured."""
+    print(rows[-1], flush=True)
+    write_csv(f"large_{part}", rows, device="cpu")
+
+
+def mosaic(photos: Path | None, height: int, width: int, seed: int = 0) -> Pixels:
+    """Squares of photos, each drawn at random, to fill a picture."""
+    files = find_images([photos]) if photos is not None else bundled_photos()
+    draw, out = random.Random(seed), np.empty((height, width, 3), np.uint8)
+    squares = [np.asarray(square(read_image(path))) for path in files[:64]]
+    for top in range(0, height, CELL):
+        for left in range(0, width, CELL):
+            part = out[top : top + CELL, left : left + CELL]
+            part[:] = draw.choice(squares)[: part.shape[0], : part.shape[1]]
+    return out
+
+
+def square(image: Image.Image, how: int = Image.Resampling.BICUBIC) -> Image.Image:
+    """The middle of an image, as a square."""
+    short = min(image.size)
+    left, top = (image.width - short) // 2, (image.height - short) // 2
+    box = (left, top, left + short, top + short)
+    return image.resize((CELL, CELL), Image.Resampling(how), box=box)
+
+
+def pixels_of(picture: Pixels) -> Tensor:
+    """What the plain forward takes: filled up to whole patches by its last pixels."""
+    fill = [(0, -side % 16) for side in picture.shape[:2]]
+    filled = torch.from_numpy(np.pad(picture, (*fill, (0, 0)), mode="edge"))
+    return normalize(filled.permute(2, 0, 1).float() / 255)[None]
+
+
+def difference(found: Pixels, wanted: Pixels) -> float:
+    return float(np.abs(found - wanted).max() / np.abs(wanted).mean())
+
+
+# -------------------------------------------------------------------------------------- exactness
+
+
+@torch.no_grad()
+def exactness(options: argparse.Namespace) -> list[dict[str, object]]:
+    model, side = veca.load("tiny").eval(), options.size
+    even, odd = mosaic(options.photos, side, side), mosaic(options.photos, side - 37, side - 203)
+    mask = np.random.default_rng(1).random((side // 16, side // 16)) < 0.5
+    mask[: side // 64] = False  # whole tiles
+    cases: list[tuple[str, Pixels, int, Any]] = [
+        ("square", even, 1, None),
+        ("square", even, 8, None),
+        ("square", even, 64, None),
+        ("odd sides", odd, 64, None),
+        ("half masked", even, 64, mask),
+    ]
+    rows: list[dict[str, object]] = []
+    for name, picture, cores, kept in cases:
+        whole = plain(model, picture, cores, kept)
+        out = veca.large.features(model, picture, cores=cores, mask=kept, memory="8GB", tile=32)
+        assert out.features is not None
+        rows.append({
+            "picture": name, "height": picture.shape[0], "width": picture.shape[1],
+            "cores": cores, "ranks": 1,
+            "patches": difference(out.features, whole[0]),
+            "cores_differ": difference(out.cores.numpy(), whole[1]),
+        })  # fmt: skip
+        note("exactness", rows)
+        del out, whole
+    return rows
+
+
+def plain(model: Veca, picture: Pixels, cores: int, mask: Any = None) -> tuple[Pixels, Pixels]:
+    """Features of the plain forward, of the patches that are there: [h, w, D'] and the cores'."""
+    c, pixels = model.config, pixels_of(picture)
+    grid = (pixels.shape[2] // c.patch_size, pixels.shape[3] // c.patch_size)
+    if mask is None:
+        out = model(pixels, cores)
+        return out.patches[0].view(*grid, -1).numpy(), out.cores[0].numpy()
+    there = torch.from_numpy(mask).flatten().nonzero().flatten()
+    periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction)
+    places = rope.rotation(rope.grid_coordinates(*grid)[there][None], periods)
+    patches = model.patch_embed(pixels).flatten(2).transpose(1, 2)[:, there]
+    tokens, raw = model.bank.prefix(cores)
+    x, raw = torch.cat([tokens[None], patches], dim=1), raw[None]
+    for number, block in enumerate(model.blocks):
+        raw = model.moves[number - 1](raw, x[:, :cores]) if number else raw
+        x = block(x, cores, rope.rotation(raw.tanh(), periods), places)
+    x = model.project(model.norm(x))[0]
+    found = np.zeros((mask.size, x.shape[1]), np.float32)
+    found[there.numpy()] = x[cores:].numpy()
+    return found.reshape(*grid, -1), x[:cores].numpy()
+
+
+# ------------------------------------------------------------------------------------------- read
+
+
+@torch.no_grad()
+def read(options: argparse.Namespace) -> list[dict[str, object]]:
+    model, side = veca.load("tiny").eval(), options.size
+    picture = mosaic(options.photos, side, side)
+    out = veca.large.features(model, picture, memory="8GB", tile=32)
+    memory, draw = out.memory, random.Random(0)
+    assert memory is not None and out.features is not None
+    equal, worst = 0, 0.0
+    for _ in range(options.regions):
+        rows, columns = draw.randint(1, 12), draw.randint(1, 12)
+        row, column = draw.randrange(side // 16 - rows), draw.randrange(side // 16 - columns)
+        at = (16 * row, 16 * column)
+        pixels = veca.large.region(model, picture, at, (16 * rows, 16 * columns))
+        found = model.read(memory, pixels, at).patches[0].view(rows, columns, -1).numpy()
+        wanted = out.features[row : row + rows, column : column + columns]
+        equal += bool((found == wanted).all())
+        worst = max(worst, difference(found, wanted))
+    pixels = pixels_of(picture[:512, :512])
+    calls: dict[str, Callable[[], object]] = {
+        "read": lambda: model.read(memory, pixels, (0, 0)),
+        "forward": lambda: model(pixels),
+    }
+    times = take_turns(calls, BenchPlan(device="cpu", repeats=15, seconds=5))
+    ratios = sorted(a / b for a, b in zip(times["read"], times["forward"], strict=True))
+    ms = {name: float(np.median(found)) for name, found in times.items()}
+    return [{
+        "size": side, "regions": options.regions, "equal_to_the_bit": equal, "difference": worst,
+        "read_ms": ms["read"], "forward_ms": ms["forward"], "ratio": ratios[len(ratios) // 2],
+    }]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------ ranks
+
+
+def ranks(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for side in (options.size // 2, options.size):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            np.save(folder / "picture.npy", mosaic(options.photos, side, side))
+            spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+            spawn(_rank, (name, side, options.threads), nprocs=2)
+            with torch.no_grad():
+                whole = plain(veca.load("tiny").eval(), np.load(folder / "picture.npy"), 64)
+            found = np.load(folder / "features.npy")
+            exchanged = int((folder / "exchanged").read_text())
+            layers = veca.load("tiny").config.depth
+            rows.append({
+                "size": side, "ranks": 2, "patches": difference(found, whole[0]),
+                "bytes_a_layer": exchanged // layers,
+            })  # fmt: skip
+            note("ranks", rows)
+    return rows
+
+
+def _rank(rank: int, name: str, side: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    folder = Path(name)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    exchanged = [0]
+    join = veca.large.ranks.Ranks.join
+
+    def counted(self: Any, part: Any) -> Any:
+        found = join(self, part)
+        exchanged[0] = self.exchanged
+        return found
+
+    veca.large.ranks.Ranks.join = counted  # type: ignore[method-assign]
+    picture = np.load(folder / "picture.npy", mmap_mode="r")
+    model = veca.load("tiny").eval()
+    veca.large.features(model, picture, folder / "features.npy", group=dist.group.WORLD, tile=32)
+    if rank == 0:
+        (folder / "exchanged").write_text(str(exchanged[0]))
+    dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------ kills
+
+
+def kills(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Killed at random moments until it has been killed often enough; then left to end."""
+    draw = random.Random(0)
+    side = min(options.size, 2048)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        picture = folder / "picture.tif"
+        write_tiff(picture, side, options.photos)
+        whole, stopped = folder / "whole.zarr", folder / "stopped.zarr"
+        start = time.perf_counter()
+        subprocess.run(_command(picture, whole, "1GB"), check=True, stdout=subprocess.DEVNULL)
+        took = time.perf_counter() - start
+        killed = finished = 0
+        while killed < options.kills:
+            process = subprocess.Popen(_command(picture, stopped, "1GB"), stdout=subprocess.DEVNULL)
+            try:
+                process.wait(took * draw.uniform(0.2, 0.9))
+                # It came to its end: begin another.
+                finished += 1
+                assert digest(stopped) == digest(whole)
+                subprocess.run(["rm", "-r", str(stopped)], check=True)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                killed += 1
+        subprocess.run(_command(picture, stopped, "1GB"), check=True, stdout=subprocess.DEVNULL)
+        same = digest(stopped) == digest(whole)
+        left = sorted(path.name for path in folder.iterdir())
+    return [{
+        "size": side, "kills": killed, "ends": finished + 1, "same_bytes": same,
+        "left_over": len(left) - 3,
+    }]  # fmt: skip
+
+
+def _command(picture: Path, out: Path, memory: str, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "veca", "large", str(picture), "--out", str(out), "--memory", memory,
+        "--spill", "disk", "--device", "cpu", *more,
+    ]  # fmt: skip
+
+
+def digest(folder: Path) -> str:
+    """Of all files of a folder, by name and content."""
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            found.update(str(path.relative_to(folder)).encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------- scaling
+
+
+def write_tiff(path: Path, side: int, photos: Path | None) -> None:
+    """A BigTIFF of JPEG tiles, a mosaic of photos, made a row of tiles at a time."""
+    import tifffile
+
+    def tiles() -> Iterator[Pixels]:
+        for row in range(-(-side // CELL)):
+            height = min(CELL, side - row * CELL)
+            band = mosaic(photos, height, side, seed=row)
+            for left in range(0, side, CELL):
+                yield band[:, left : left + CELL]
+
+    tifffile.imwrite(
+        path, tiles(), bigtiff=True, shape=(side, side, 3), dtype=np.uint8, tile=(CELL, CELL),
+        photometric="rgb", compression="jpeg", compressionargs={"level": 90},
+    )  # fmt: skip
+
+
+def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for side in [int(text) for text in options.sizes.split(",")]:
+        with tempfile.TemporaryDirectory() as name:
+            picture, out = Path(name) / "picture.tif", Path(name) / "features.zarr"
+            write_tiff(picture, side, options.photos)
+            command = _command(
+                picture, out, options.memory, "--precision", options.precision,
+                "--threads", str(options.threads),
+            )  # fmt: skip
+            start = time.perf_counter()
+            process = subprocess.Popen(command)
+            _, status, usage = os.wait4(process.pid, 0)
+            seconds = time.perf_counter() - start
+            if status:
+                raise SystemExit(f"veca large failed at {side} px")
+            stored = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+        before = rows[-1] if rows else None
+        cpu = usage.ru_utime + usage.ru_stime
+        rows.append({
+            "size": side, "precision": options.precision, "threads": options.threads,
+            "patches": (side // 16) ** 2, "seconds": seconds, "cpu_seconds": cpu,
+            "resident_gib": usage.ru_maxrss / 2**20, "store_gb": stored / 1e9,
+            "exponent_of_cpu": _exponent(before, side, cpu),
+        })  # fmt: skip
+        note("scaling", rows)
+    return rows
+
+
+def _exponent(before: dict[str, object] | None, side: int, cpu: float) -> object:
+    if before is None:
+        return ""
+    patches = (side / float(str(before["size"]))) ** 2
+    return float(np.log(cpu / float(str(before["cpu_seconds"]))) / np.log(patches))
+
+
+# --------------------------------------------------------------------------------------- contexts
+
+
+@torch.no_grad()
+def contexts(options: argparse.Namespace) -> list[dict[str, object]]:
+    if options.voc is None:
+        raise SystemExit("contexts needs --voc, the folder VOC2012.")
+    model = veca.load("tiny").eval()
+    train, test = (
+        _voc(options.voc, split, count)
+        for split, count in (("train", options.train), ("val", options.test))
+    )
+    head = _ridge(*_patches(model, train))
+    mosaics = [int(text) for text in options.mosaics.split(",")]
+    pictures: list[tuple[str, int, list[tuple[Pixels, Pixels]]]] = [("alone", CELL, test)]
+    pictures += [("mosaic", side, _mosaics(test, side // CELL)) for side in mosaics]
+    pictures += [("enlarged", 1024, [_enlarged(*pair) for pair in test[: len(test) // 4]])]
+    rows: list[dict[str, object]] = []
+    for kind, side, pairs in pictures:
+        for context in ("image",) if kind == "alone" else veca.large.CONTEXTS:
+            counts, seams = np.zeros((21, 21)), []
+            start = time.process_time()
+            for picture, labels in pairs:
+                out = veca.large.features(
+                    model, picture, context=context, width="native", memory="2GB"
+                )
+                assert out.features is not None
+                found = _classes(head, out.features)
+                known = labels != VOID
+                np.add.at(counts, (labels[known], found[known]), 1)
+                if kind != "alone":
+                    seams.append(_seams(out.features, CELL // 16 if kind == "mosaic" else 0))
+            seconds = (time.process_time() - start) / sum(p.shape[0] * p.shape[1] for p, _ in pairs)
+            rows.append({
+                "pictures": kind, "size": side, "count": len(pairs), "context": context,
+                "miou": 100 * _miou(counts), "accuracy": float(100 * counts.trace() / counts.sum()),
+                "seams": float(np.mean(seams)) if seams else "",
+                "cpu_s_a_megapixel": seconds * 1e6,
+            })  # fmt: skip
+            note("contexts", rows)
+    return rows
+
+
+def _voc(folder: Path, split: str, count: int) -> list[tuple[Pixels, Pixels]]:
+    """Squares of photos [512, 512, 3] with the classes of their patches [32, 32]."""
+    listed = (folder / "ImageSets" / "Segmentation" / f"{split}.txt").read_text().split()
+    names = random.Random(0).sample(listed, count)
+    found = []
+    for name in names:
+        photo = square(read_image(folder / "JPEGImages" / f"{name}.jpg"))
+        label = Image.open(folder / "SegmentationClass" / f"{name}.png")
+        classes = np.asarray(square(label, Image.Resampling.NEAREST))
+        found.append((np.asarray(photo), _by_patch(classes)))
+    return found
+
+
+def _by_patch(classes: Pixels) -> Pixels:
+    """The class that most of a patch is of; void where that is less than half."""
+    side = len(classes) // 16
+    blocks = classes.reshape(side, 16, side, 16).transpose(0, 2, 1, 3).reshape(side, side, 256)
+    counts = np.stack([(blocks == number).sum(axis=2) for number in range(21)])
+    return np.where(counts.max(axis=0) >= 128, counts.argmax(axis=0), VOID)
+
+
+def _patches(model: Veca, pairs: Sequence[tuple[Pixels, Pixels]]) -> tuple[Tensor, Tensor]:
+    features, labels = [], []
+    for picture, classes in pairs:
+        out = model.tokens(pixels_of(picture))
+        known = torch.from_numpy(classes.ravel() != VOID)
+        features.append(out.patches[0][known])
+        labels.append(torch.from_numpy(classes.ravel().astype(np.int64))[known])
+    return torch.cat(features), torch.cat(labels)
+
+
+def _ridge(features: Tensor, labels: Tensor) -> Tensor:
+    """A linear classifier [D + 1, 21] by least squares; rare classes count for more."""
+    x = _with_one(features.double())
+    y = torch.nn.functional.one_hot(labels, 21).double()
+    weight = (1 / y.sum(dim=0).clamp_min(1).sqrt())[labels][:, None]
+    gram = x.T @ (weight * x)
+    gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.linalg.solve(gram, x.T @ (weight * y))
+
+
+def _with_one(features: Tensor) -> Tensor:
+    return torch.cat([features, features.new_ones(len(features), 1)], dim=1)
+
+
+def _classes(head: Tensor, features: Pixels) -> Pixels:
+    flat = torch.from_numpy(features).flatten(0, 1).double()
+    found: Pixels = (_with_one(flat) @ head).argmax(dim=1).view(features.shape[:2]).numpy()
+    return found
+
+
+def _mosaics(pairs: Sequence[tuple[Pixels, Pixels]], across: int) -> list[tuple[Pixels, Pixels]]:
+    found = []
+    for start in range(0, len(pairs) - across**2 + 1, across**2):
+        group = pairs[start : start + across**2]
+        parts = [
+            np.concatenate([
+                np.concatenate([pair[kind] for pair in group[row * across : (row + 1) * across]], 1)
+                for row in range(across)
+            ])
+            for kind in (0, 1)
+        ]  # fmt: skip
+        found.append((parts[0], parts[1]))
+    return found
+
+
+def _enlarged(picture: Pixels, labels: Pixels) -> tuple[Pixels, Pixels]:
+    """Twice as large: one scene, of which a tile shows a part."""
+    large = Image.fromarray(picture).resize((2 * CELL, 2 * CELL), Image.Resampling.BICUBIC)
+    return np.asarray(large), labels.repeat(2, axis=0).repeat(2, axis=1)
+
+
+def _seams(features: Pixels, cell: int) -> float:
+    """Mean cosine distance of neighbours across tiles' edges, in units of that inside tiles."""
+    x = features / np.linalg.norm(features, axis=2, keepdims=True)
+    across: list[float] = []
+    inside: list[float] = []
+    for axis in (0, 1):
+        turned = np.moveaxis(x, axis, 0)
+        distance = 1 - (turned[1:] * turned[:-1]).sum(axis=2)
+        for number, line in enumerate(distance, start=1):
+            if cell and number % cell == 0:
+                continue
+            (across if number % TILE == 0 else inside).append(line.mean())
+    return float(np.mean(across) / np.mean(inside))
+
+
+def _miou(counts: Pixels) -> float:
+    union = counts.sum(axis=0) + counts.sum(axis=1) - counts.diagonal()
+    there = counts.sum(axis=1) > 0
+    return float((counts.diagonal()[there] / union[there]).mean())
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], list[dict[str, object]]]] = {
+    "exactness": exactness,
+    "read": read,
+    "ranks": ranks,
+    "kills": kills,
+    "scaling": scaling,
+    "contexts": contexts,
+}

@@ -1,0 +1,101 @@
+"""What every pass over tiles does, whatever the tiles see of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from veca import rope
+from veca.core_memory import CoreMemory
+from veca.large import layers
+from veca.large.journal import Journal
+from veca.large.picture import Picture, tile_pixels
+from veca.large.plan import PatchTile
+from veca.large.ranks import Ranks
+from veca.large.writers import Layout, TileWriter
+from veca.large.writers.arrays import ArrayWriter
+from veca.model import Veca
+
+
+class Progress(Protocol):
+    """Told after each tile of each layer how many are done, of how many."""
+
+    def __call__(self, done: int, total: int) -> None: ...
+
+
+class Work:
+    """One pass under way; a subclass says what is computed of a tile."""
+
+    def __init__(
+        self,
+        model: Veca,
+        layout: Layout,
+        tiles: Sequence[PatchTile],
+        budget: int,
+        journal: Journal,
+        writer: TileWriter,
+        progress: Progress | None,
+        ranks: Ranks,
+        *,
+        projected: bool,
+    ) -> None:
+        self.model, self.layout, self.tiles, self.budget = model, layout, tiles, budget
+        self.journal, self.writer, self.progress, self.ranks = journal, writer, progress, ranks
+        self.projected = projected
+        self.picture: Picture = layout.picture
+        self.grid = layout.grid
+        self.periods = layers.periods_of(model)
+        # The sums of many tiles: in float64, which is nothing beside the tiles' own work.
+        self.wide = torch.float32 if model.device.type == "mps" else torch.float64
+
+    def run(self, writer_resumed: bool) -> tuple[CoreMemory | None, Tensor]:
+        """The memory, where there is one of the whole picture, and the cores' features [C, D']."""
+        raise NotImplementedError
+
+    def begin_writer(self) -> bool:
+        """Whether tiles that were written before are still there."""
+        ranks, device = self.ranks, self.model.device
+        there = False
+        with ranks.together(device):
+            if ranks.rank == 0:
+                there = self.writer.begin(self.layout, self.journal.resumed)
+        with ranks.together(device):  # the others find what the first has made
+            if ranks.rank:
+                self.writer.begin(self.layout, True)
+        found = ranks.from_rank(0, torch.tensor(int(there), device=device))
+        # In memory each rank has its own.
+        return bool(found) and not isinstance(self.writer, ArrayWriter)
+
+    def tokens(self, tile: PatchTile) -> Tensor:
+        """The patches of a tile that are there, embedded [1, n, D]."""
+        model = self.model
+        shape = (tile.height, tile.width)
+        pixels = tile_pixels(self.picture, model.config, (tile.row, tile.column), shape)
+        x = model.patch_embed(pixels.to(model.device, model.dtype)).flatten(2).transpose(1, 2)
+        return x if tile.kept is None else x[:, tile.kept.to(x.device)]
+
+    def rotation(self, tile: PatchTile) -> rope.Rotation:
+        place, shape = (tile.row, tile.column), (tile.height, tile.width)
+        xy = rope.region_coordinates(self.grid, place, shape, self.periods.device)
+        xy = xy if tile.kept is None else xy[tile.kept.to(xy.device)]
+        return rope.rotation(xy.unsqueeze(0), self.periods)
+
+    def write(self, tile: PatchTile, x: Tensor) -> None:
+        found = self.given(x)[0].float().cpu()
+        if tile.kept is not None:
+            whole = found.new_zeros(tile.height * tile.width, found.shape[1])
+            found = whole.index_copy(0, tile.kept, found)
+        found = found.view(tile.height, tile.width, -1)
+        self.writer.add(tile.row, tile.column, found.numpy())
+
+    def given(self, x: Tensor) -> Tensor:
+        """Features of tokens that went through all layers."""
+        x = self.model.norm(x)
+        return self.model.project(x) if self.projected else x
+
+    def tell(self, done: int, total: int) -> None:
+        if self.progress is not None:
+            self.progress(done, total)
