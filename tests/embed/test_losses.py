@@ -194,7 +194,13 @@ class TestNames:
         write_failures(tmp_path / "failures.jsonl", failed)
         assert read_failures(tmp_path / "failures.jsonl") == dict(failed)
 
-    @pytest.mark.parametrize("damage", [b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"])
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            *(b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"),
+            b'{"path": "\\ud800", "reason": "x"}\n',
+        ],
+    )
     def test_a_damaged_list_is_written_anew(self, model, embed, images, tmp_path, damage):
         pytest.importorskip("pyarrow")
         (images / "0" / "bad.png").write_bytes(b"no image")

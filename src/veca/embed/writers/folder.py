@@ -264,7 +264,7 @@ def _difference(name: str, there: object, here: object) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # a damaged list may name what no system can
         state_of(path)
         return True
     return os.path.lexists(path)  # a link that leads nowhere
