@@ -377,6 +377,7 @@ def test_a_loaded_model_works_at_its_point(small, weights) -> None:
     assert veca.load(weights).point is None
 
 
+@pytest.mark.slow
 def test_a_point_in_int8_is_taken(small, weights, photos, tmp_path) -> None:
     OperatingPoint(**{**vars(read_point(small)), "precision": "int8"}).save(small)
     assert veca.load(weights, point=small).precision == "int8"
