@@ -288,9 +288,10 @@ def hint(model: Veca) -> str | None:
     faster = [f"--precision {name}" for name in ("bf16", "int8") if getattr(has, name)]
     if not faster or model.device.type != "cpu" or recorded(model) != "float32":
         return None
+    later = ", after the seconds that int8 takes to prepare" if has.int8 else ""
     return (
         f"computing in fp32; {' or '.join(faster)} would be about 2 to 3 times faster on this "
-        "processor, and features differ a little (veca bench --precision shows by how much time)."
+        f"processor{later}, and features differ a little."
     )
 
 

@@ -50,6 +50,13 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"veca {veca.__version__}, torch {version('torch')}\n"
 
 
+def test_info_of_a_model_with_few_cores(capsys, tmp_path):
+    model = veca.create_model(veca.VecaConfig(width=32, depth=2, heads=2, num_cores=4))
+    veca.save(model, tmp_path / "w")
+    assert main(["info", str(tmp_path / "w"), "--size", "64"]) == 0
+    assert "64" in capsys.readouterr().out
+
+
 def test_info_overview(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
@@ -206,7 +213,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path)
 
 READERS = (
     *("quickstart", "features", "viz", "demo", "pack", "distill", "probe", "embed", "search"),
-    *("tune", "calibrate", "quantize"),
+    *("tune", "calibrate", "quantize", "large", "read"),
 )
 
 

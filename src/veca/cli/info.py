@@ -52,7 +52,7 @@ def info(
         _overview(device)
         return
     sizes = parse_numbers(_SIZES if size is None else size, "--size")
-    budgets = parse_numbers(_BUDGETS if cores is None else cores, "--cores")
+    budgets = None if cores is None else parse_numbers(cores, "--cores")
     shares = [1.0] if keep is None else parse_keeps(keep)
     _costs(model, sizes, budgets, shares, 2 if half else 4)
 
@@ -90,7 +90,7 @@ def _overview(device: str) -> None:
 def _costs(
     model: str | None,
     sizes: list[int],
-    budgets: list[int],
+    asked: list[int] | None,
     shares: Sequence[float | str],
     number: int,
 ) -> None:
@@ -101,12 +101,13 @@ def _costs(
     models = [(name, config) for name, config in PRESETS.items()]
     if model is not None:
         models = [describe_config(model)]
-    for _, config in models:  # before the first table: nothing is shown of what cannot be
+    budgets = {name: asked or _usual_budgets(config.num_cores) for name, config in models}
+    for name, config in models:  # before the first table: nothing is shown of what cannot be
         for size in sizes:
-            for budget, share in product(budgets, shares):
+            for budget, share in product(budgets[name], shares):
                 cost(config, size, budget, keep=share)
     for name, config in models:
-        console.print(_table(name, config, sizes, budgets, shares, number))
+        console.print(_table(name, config, sizes, budgets[name], shares, number))
     console.print(
         "For one image. N: patches. "
         + ("Keep: the share of them that go on as tokens after merging. " * (shares != [1]))
@@ -116,6 +117,12 @@ def _costs(
         "attention, not compiled.",
         style="dim",
     )
+
+
+def _usual_budgets(num_cores: int) -> list[int]:
+    """Those of the default that a model has, or all that it has."""
+    usual = parse_numbers(_BUDGETS, "--cores")
+    return [budget for budget in usual if budget <= num_cores] or [num_cores]
 
 
 def _table(

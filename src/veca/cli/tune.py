@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from veca._util import numbers
+from veca._util.files import check_written
 from veca.cli.common import (
     Device,
     Images,
@@ -131,7 +132,9 @@ def tune(
         written.append(out / "tune.png")
     except MissingExtraError as error:
         say(f"no plot: {error}")
-    say(f"wrote {', '.join(map(str, [*written, out / library.MEASUREMENTS]))}")
+    written.append(out / library.MEASUREMENTS)
+    check_written(written)
+    say(f"wrote {', '.join(map(str, written))}")
 
 
 def parse_latency(text: str) -> float:

@@ -166,6 +166,7 @@ class FolderWriter:
 
     def finish(self) -> None:
         self._writes.finish()
+        self.write_failures()  # before the check: it would make a folder that has been removed
         self._check()
         if self._is_of_0_1:
             (self._out / _OLD_FAILURES).unlink(missing_ok=True)
