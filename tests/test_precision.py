@@ -87,6 +87,16 @@ def test_int8_is_its_definition_up_to_rounding(
     assert error < 0.2 * (plain.patches - wanted.patches).norm()  # a sum may round the other way
 
 
+def test_it_runs_where_gradients_are_kept_and_has_none(model: Veca) -> None:
+    assert torch.is_grad_enabled()
+    found = at_precision(model, "bf16")(IMAGES).patches
+    with torch.no_grad():
+        assert torch.equal(found, at_precision(model, "bf16")(IMAGES).patches)
+    found.sum().backward()
+    assert model.get_submodule("blocks.0.ffn.up").weight.grad is None
+    model.zero_grad()
+
+
 def test_results_are_equal_with_one_thread_and_two(model: Veca) -> None:
     before = torch.get_num_threads()
     images = torch.randn(3, 3, 104, 88)

@@ -350,6 +350,7 @@ class FastBlock(Block):
     packed: PackedBlock
     steps: tuple[Callable[..., None], Callable[..., None]]
 
+    @torch.no_grad()
     def forward(
         self,
         x: Tensor,
