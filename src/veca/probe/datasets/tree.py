@@ -78,7 +78,8 @@ class Tree:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
         return DatasetError(
             f"{self.root}: not a complete {self.info.name!r} dataset, missing {shown} "
-            f"(where to get it: {self.info.where}); `veca datasets {self.info.name}` shows the layout",
+            f"(where to get it: {self.info.where}); `veca datasets {self.info.name}` shows the "
+            "layout",
             missing=names,
         )
 
