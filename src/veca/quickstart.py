@@ -209,7 +209,7 @@ def _write_page(
     rows = numbers.measure(views, budgets)
     add_numbers(page, rows, folder, not result.trained, viz.default_layers(model))
     page.heading("Where to go from here")
-    page.text("All of this and more of a photo of yours, and the same live, with a slider:")
+    page.text("More figures, of any photo, and the same live, with sliders:")
     page.code("veca viz report PHOTO\nveca demo")
     page.made_by(command)
     page.write(result.page)
