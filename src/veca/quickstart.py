@@ -37,6 +37,8 @@ BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
 # The figures of `veca viz report` that the page shows of every photo.
 PARTS = ("features", "agreement", "similarity", "attention-norm", "cores", "paths")
 _ENDS = ("similarity", "attention-norm")  # a row a budget: the smallest and the largest will do
+ROUGH = 0.3
+"""Times that scatter by more than this share are told to be rough."""
 _HEIGHT = 200  # of the pictures, in pixels
 
 
@@ -66,6 +68,18 @@ class Quickstart:
     rows: list[BudgetRow]
     dense_ms: float
     page: Path
+    spread: float = 0.0
+    """The largest interquartile range of the times, as a share of its median."""
+
+    @property
+    def rough(self) -> str:
+        """What to know of times that scatter; empty where they do not."""
+        if not self.spread > ROUGH:
+            return ""
+        return (
+            f"The times are rough: repeats of one budget scatter by up to {self.spread:.0%} of "
+            "their median. Something else keeps this machine busy; measure again when it is idle."
+        )
 
 
 def quickstart(
@@ -102,13 +116,13 @@ def quickstart(
         views.append(view)
 
     progress("timing beside a dense ViT")
-    times = _times(model, budgets, size, device)
+    times, spread = _times(model, budgets, size, device)
     agreement = {c: _agreement(views, c, budgets[-1]) for c in budgets}
     rows = [
         BudgetRow(c, cost(model.config, size, c), times[f"veca {c}"], *agreement[c])
         for c in budgets
     ]
-    result = Quickstart(name, not fresh, size, rows, times["dense"], out / "index.html")
+    result = Quickstart(name, not fresh, size, rows, times["dense"], out / "index.html", spread)
     _write_page(result, views, device, progress, command)
     return result
 
@@ -163,10 +177,12 @@ def _agreement(views: Sequence[viz.View], cores: int, full: int) -> tuple[float,
 
 def _times(
     model: Veca, budgets: Sequence[int], size: int, device: torch.device | str
-) -> dict[str, float]:
+) -> tuple[dict[str, float], float]:
+    """Median times, and their largest relative spread."""
     plan = bench.BenchPlan(sizes=(size,), device=str(device), repeats=5, seconds=3.0, limit=30.0)
     rows = bench.bench(model, plan, cores=budgets)
-    return {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
+    times = {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
+    return times, max((r.spread_ms / r.ms for r in rows if r.repeats > 1), default=0.0)
 
 
 def _write_page(
@@ -195,6 +211,8 @@ def _write_page(
         "the photos below.",
         "small",
     )
+    if result.rough:
+        page.text(result.rough, "note")
     folder = result.page.parent
     model = views[0].model
     budgets = viz.fitting_budgets(model)

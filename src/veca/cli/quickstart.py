@@ -59,6 +59,8 @@ def quickstart(
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
+    if result.rough:
+        console.print(result.rough, soft_wrap=True, markup=False, highlight=False)
     if not result.trained:
         console.print(library.FRESH, style="yellow")
     console.print(f"Page: {result.page}", soft_wrap=True, markup=False)
