@@ -8,6 +8,7 @@ import torch
 import veca
 from veca import VecaConfig, compile_for_inference, create_model
 from veca import precision as room
+from veca.dense import DenseVit
 from veca.embed import embed, extract
 from veca.errors import InputError
 from veca.images.bundled import bundled_photos
@@ -54,6 +55,23 @@ def test_a_precision_computes_what_the_model_does(
     similar = torch.cosine_similarity(out.patches, wanted.patches, dim=-1).mean()
     assert similar > (least if keep is None else 0.97)
     assert native.patches.shape == (2, 48, 32)
+
+
+@pytest.mark.parametrize("fused", [2**22, 0])
+@pytest.mark.parametrize(("precision", "least"), [("bf16", 0.9995), ("int8", 0.998)])
+def test_the_dense_yardstick_computes_what_it_does(
+    model: Veca, monkeypatch: pytest.MonkeyPatch, precision: str, least: float, fused: int
+) -> None:
+    monkeypatch.setattr(room, "_FUSED", fused)
+    torch.manual_seed(0)
+    dense = DenseVit(model.config).eval()
+    fast = at_precision(dense, precision)
+    assert fast.precision == precision and dense.precision == "fp32"
+    with torch.no_grad():
+        out, wanted = fast(IMAGES), dense(IMAGES)
+    assert not torch.equal(out.patches, wanted.patches)
+    assert torch.cosine_similarity(out.cls, wanted.cls, dim=-1).min() > least
+    assert torch.cosine_similarity(out.patches, wanted.patches, dim=-1).mean() > least
 
 
 def test_int8_is_its_definition_up_to_rounding(

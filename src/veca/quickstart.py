@@ -16,6 +16,7 @@ from veca.cost import Cost, cost
 from veca.images import target_size
 from veca.images.bundled import bundled_photos as bundled_photos
 from veca.model import Veca
+from veca.precision import check_precision, choose, recorded
 from veca.viz import numbers
 from veca.viz.default_weights import DEFAULT_WEIGHTS, FRESH, load_or_fresh
 from veca.viz.report import add_figure, add_numbers, draw_part
@@ -68,6 +69,10 @@ class Quickstart:
     rows: list[BudgetRow]
     dense_ms: float
     page: Path
+    precision: str = "fp32"
+    """What the model and the dense ViT computed in."""
+    reason: str = "asked for"
+    """Why it was this one."""
     spread: float = 0.0
     """The largest interquartile range of the times, as a share of its median."""
 
@@ -89,6 +94,7 @@ def quickstart(
     weights: str | None = None,
     size: int = DEFAULT_SIZE,
     device: torch.device | str = "cpu",
+    precision: str = "fp32",
     progress: Callable[[str], None] = lambda line: None,
     command: str = "",
 ) -> Quickstart:
@@ -100,12 +106,17 @@ def quickstart(
             there are none.
         size: the short side of the photos and the side of the timed image, in pixels; the nearest
             multiple of the patch size is taken.
+        precision: "fp32", "bf16", "fp16", "int8", or "auto": see `veca.precision.choose`.
         command: what made the page, for its foot.
     """
-    name, model, fresh = load_or_fresh(weights, device)
-    budgets = viz.fitting_budgets(model, BUDGETS)
+    check_precision(precision, "auto")
+    name, plain, fresh = load_or_fresh(weights, device)
+    budgets = viz.fitting_budgets(plain, BUDGETS)
     # Photos would be fitted to the patch grid anyway; the timed image has to be of the same size.
-    size, _ = target_size(size, size, size, "resize", model.config.patch_size)
+    size, _ = target_size(size, size, size, "resize", plain.config.patch_size)
+    progress("choosing a precision")
+    model, reason = choose(plain, precision, size)
+    used = check_precision(recorded(model))
 
     views = []
     for path in photos or bundled_photos():
@@ -116,13 +127,15 @@ def quickstart(
         views.append(view)
 
     progress("timing beside a dense ViT")
-    times, spread = _times(model, budgets, size, device)
+    times, spread = _times(plain, budgets, size, device, used)
     agreement = {c: _agreement(views, c, budgets[-1]) for c in budgets}
     rows = [
         BudgetRow(c, cost(model.config, size, c), times[f"veca {c}"], *agreement[c])
         for c in budgets
     ]
-    result = Quickstart(name, not fresh, size, rows, times["dense"], out / "index.html", spread)
+    result = Quickstart(
+        name, not fresh, size, rows, times["dense"], out / "index.html", used, reason, spread
+    )
     _write_page(result, views, device, progress, command)
     return result
 
@@ -176,10 +189,17 @@ def _agreement(views: Sequence[viz.View], cores: int, full: int) -> tuple[float,
 
 
 def _times(
-    model: Veca, budgets: Sequence[int], size: int, device: torch.device | str
+    model: Veca, budgets: Sequence[int], size: int, device: torch.device | str, precision: str
 ) -> tuple[dict[str, float], float]:
     """Median times, and their largest relative spread."""
-    plan = bench.BenchPlan(sizes=(size,), device=str(device), repeats=5, seconds=3.0, limit=30.0)
+    plan = bench.BenchPlan(
+        sizes=(size,),
+        device=str(device),
+        precisions=(precision,),
+        repeats=5,
+        seconds=3.0,
+        limit=30.0,
+    )
     rows = bench.bench(model, plan, cores=budgets)
     times = {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
     return times, max((r.spread_ms / r.ms for r in rows if r.repeats > 1), default=0.0)
@@ -205,8 +225,8 @@ def _write_page(
     page.table(*table(result))
     page.text(
         f"{result.weights}, one image of {result.size} x {result.size} pixels, timed in turns with "
-        f"a dense ViT of the same width and depth on {where.gpu or where.cpu}, torch "
-        f"{where.torch}. Pairs: "
+        f"a dense ViT of the same width and depth, both in {result.precision}, on "
+        f"{where.gpu or where.cpu}, torch {where.torch}. Pairs: "
         "interactions of one layer. The last two columns are cosines with the full budget, over "
         "the photos below.",
         "small",

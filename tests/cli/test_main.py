@@ -63,6 +63,16 @@ def test_info_overview(capsys):
     assert "veca_small_patch16" in out and "21.6 M" in out and "Attention on" in out
 
 
+def test_info_says_what_auto_would_take(capsys, monkeypatch):
+    from veca import precision
+
+    for has, taken in (("", ""), "fp32"), (("AMX", ""), "bf16"), (("AMX", "VNNI"), "int8"):
+        monkeypatch.setattr(precision, "processor", lambda has=has: precision.Processor(*has))
+        assert main(["info", "--device", "cpu"]) == 0
+        said = capsys.readouterr().out
+        assert f"most likely {taken}" in said and all(how in said for how in has)
+
+
 def test_info_reproduces_the_published_figures(capsys):
     assert main(["info", "base", "--size", "512,1024", "--cores", "8,64"]) == 0
     out = capsys.readouterr().out
@@ -116,6 +126,10 @@ def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):
     assert (out / "index.html").is_file() and "dense ViT" in said
     # The nearest size on the patch grid; a long path of the weights may break the line.
     assert "64 x 64 px" in " ".join(said.split())
+    assert "precision " in said  # auto; which it took, and why, depends on the machine
+    assert main([*args, "--device", "cpu", "--precision", "int8"]) == 0
+    assert "precision int8: asked for" in capsys.readouterr().out
+    assert "both in int8" in (out / "index.html").read_text()
 
 
 _THERE = ("damaged.jpg", "empty", "file", "photo.jpg", "weights")

@@ -11,7 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from veca.cli.common import Device, console, parse_keeps, parse_numbers, pick_device
+from veca.cli.common import Device, console, parse_keeps, parse_numbers, pick_device, say
 
 if TYPE_CHECKING:
     from veca.config import VecaConfig
@@ -62,6 +62,7 @@ def _overview(device: str) -> None:
 
     from veca import PRESETS, __version__, cost
     from veca.attention import default_backend
+    from veca.precision import expected
     from veca.weights import available
 
     presets = Table(title=f"veca {__version__}, torch {torch.__version__}: presets")
@@ -82,6 +83,8 @@ def _overview(device: str) -> None:
     place = pick_device(device)
     choice = default_backend(place)
     console.print(f"Attention on {place}: {choice.backend} ({choice.reason})")
+    precision, reason = expected(place)
+    say(f"Precision auto on {place}: most likely {precision} ({reason})")
 
 
 def _costs(

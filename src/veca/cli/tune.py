@@ -56,8 +56,8 @@ def tune(
     ] = None,
     keep: Annotated[str, typer.Option(help="Shares of patch tokens to try.")] = "1,0.7,0.5,0.35",
     precisions: Annotated[
-        str, typer.Option(help="What to compute in: float32, bfloat16, float16.")
-    ] = "float32,bfloat16",
+        str, typer.Option(help="What to compute in: fp32, bf16, fp16 (GPU), int8 (CPU).")
+    ] = "fp32,bf16",
     what: What = "cls,patches",
     count: Annotated[
         int, typer.Option("--photos", min=1, help="How many of the photos to measure on.")
