@@ -38,6 +38,8 @@ BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
 # The figures of `veca viz report` that the page shows of every photo.
 PARTS = ("features", "agreement", "similarity", "attention-norm", "cores", "paths")
 _ENDS = ("similarity", "attention-norm")  # a row a budget: the smallest and the largest will do
+ROUGH = 0.3
+"""Times that scatter by more than this share are told to be rough."""
 _HEIGHT = 200  # of the pictures, in pixels
 
 
@@ -71,6 +73,18 @@ class Quickstart:
     """What the model and the dense ViT computed in."""
     reason: str = "asked for"
     """Why it was this one."""
+    spread: float = 0.0
+    """The largest interquartile range of the times, as a share of its median."""
+
+    @property
+    def rough(self) -> str:
+        """What to know of times that scatter; empty where they do not."""
+        if not self.spread > ROUGH:
+            return ""
+        return (
+            f"The times are rough: repeats of one budget scatter by up to {self.spread:.0%} of "
+            "their median. Something else keeps this machine busy; measure again when it is idle."
+        )
 
 
 def quickstart(
@@ -113,14 +127,14 @@ def quickstart(
         views.append(view)
 
     progress("timing beside a dense ViT")
-    times = _times(plain, budgets, size, device, used)
+    times, spread = _times(plain, budgets, size, device, used)
     agreement = {c: _agreement(views, c, budgets[-1]) for c in budgets}
     rows = [
         BudgetRow(c, cost(model.config, size, c), times[f"veca {c}"], *agreement[c])
         for c in budgets
     ]
     result = Quickstart(
-        name, not fresh, size, rows, times["dense"], out / "index.html", used, reason
+        name, not fresh, size, rows, times["dense"], out / "index.html", used, reason, spread
     )
     _write_page(result, views, device, progress, command)
     return result
@@ -176,7 +190,8 @@ def _agreement(views: Sequence[viz.View], cores: int, full: int) -> tuple[float,
 
 def _times(
     model: Veca, budgets: Sequence[int], size: int, device: torch.device | str, precision: str
-) -> dict[str, float]:
+) -> tuple[dict[str, float], float]:
+    """Median times, and their largest relative spread."""
     plan = bench.BenchPlan(
         sizes=(size,),
         device=str(device),
@@ -186,7 +201,8 @@ def _times(
         limit=30.0,
     )
     rows = bench.bench(model, plan, cores=budgets)
-    return {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
+    times = {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
+    return times, max((r.spread_ms / r.ms for r in rows if r.repeats > 1), default=0.0)
 
 
 def _write_page(
@@ -215,6 +231,8 @@ def _write_page(
         "the photos below.",
         "small",
     )
+    if result.rough:
+        page.text(result.rough, "note")
     folder = result.page.parent
     model = views[0].model
     budgets = viz.fitting_budgets(model)
@@ -229,7 +247,7 @@ def _write_page(
     rows = numbers.measure(views, budgets)
     add_numbers(page, rows, folder, not result.trained, viz.default_layers(model))
     page.heading("Where to go from here")
-    page.text("All of this and more of a photo of yours, and the same live, with a slider:")
+    page.text("More figures, of any photo, and the same live, with sliders:")
     page.code("veca viz report PHOTO\nveca demo")
     page.made_by(command)
     page.write(result.page)

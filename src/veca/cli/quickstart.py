@@ -63,6 +63,8 @@ def quickstart(
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
+    if result.rough:
+        console.print(result.rough, soft_wrap=True, markup=False, highlight=False)
     say(f"precision {result.precision}: {result.reason}")
     if not result.trained:
         console.print(library.FRESH, style="yellow")
