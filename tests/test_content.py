@@ -324,6 +324,7 @@ def test_calibrating_measures_what_the_model_loses(photos, tmp_path):
         model, photos, sizes=[64], measured=kept, progress=lambda *at: done.append(at[0])
     )
     assert found.about["photos"] == {"64": 22} and len(done) == 22
+    assert found.about["confidence"] == 0.9
     rows = json.loads(kept.read_text())["rows"]
     key, photo = next(library.drawn(photos))
     pixels = model.transform(64)(photo).unsqueeze(0)

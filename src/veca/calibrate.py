@@ -192,6 +192,7 @@ def calibrate(
         "photos": {str(size): len(rows) for size, rows in found.items()},
         "photos_for_cores": {str(size): min(len(found[size]), CORE_PHOTOS) for size in found},
         "enlarged": {str(size): small[size] for size in by_size},
+        "confidence": CONFIDENCE,
         "precision": str(model.dtype).removeprefix("torch."),
         **{name: asdict(machine(model.device))[name] for name in ("cpu", "gpu", "torch", "veca")},
         "date": machine(model.device).date,
