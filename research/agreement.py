@@ -31,7 +31,6 @@ from veca.dense import DenseVit
 from veca.distill import DistillConfig, load_config
 from veca.distill.data import ImageSplit, open_data
 from veca.distill.parallel import World
-from veca.distill.standardise import FILE as TARGETS
 from veca.distill.standardise import TargetStatistics, find_targets
 from veca.distill.student import Prediction, Student, load_backbone
 from veca.distill.teachers import open_teachers
@@ -39,6 +38,7 @@ from veca.distill.validate import ValidatedStudent, validate
 from veca.images import normalize
 from veca.teachers import read_dense_vit
 from veca.teachers.ours import is_dense_vit
+from veca.weights.store import TARGETS
 
 PIXELS = {"cuda": 96 * 512 * 512, "cpu": 4 * 512 * 512}
 """Pixels of a batch; fewer images of larger sizes."""

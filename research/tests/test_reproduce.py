@@ -50,7 +50,9 @@ def test_runs_come_after_those_they_begin_with():
     for command in (c for c in COMMANDS if c[:2] == ["veca", "distill"]):
         values = {o: command[i + 1] for i, o in enumerate(command) if o.startswith("--")}
         overrides = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
-        config = load_config(ROOT / values["--config"], overrides=overrides, data=values["--data"])
+        path = ROOT / values["--config"]  # or a recipe of the package, by its name
+        recipe = path if path.is_file() else values["--config"]
+        config = load_config(recipe, overrides=overrides, data=values["--data"])
         students = [config.student, *config.siblings.values()]
         used = [student.init for student in students] + [t.statistics for t in config.teachers]
         assert {Path(path).parts[1] for path in used if path} <= seen, command

@@ -152,7 +152,13 @@ def test_the_page(weights, photo, tmp_path, capsys):
     Image.fromarray(mask).save(tmp_path / "mask.png")
     words = ("--mask", tmp_path / "mask.png", "--weights", weights, "--device", "cpu")
     assert run("large", photo, "--out", out, *words) == 0
-    assert run("viz", "large", out, "--out", page) == 0
+    viewer = tmp_path / "openseadragon"
+    assert run("viz", "large", out, "--out", page, "--openseadragon", viewer) == 2
+    (viewer / "build" / "openseadragon").mkdir(parents=True)
+    (viewer / "build" / "openseadragon" / "openseadragon.min.js").write_text("// it")
+    (viewer / "LICENSE.txt").write_text("free")
+    assert run("viz", "large", out, "--out", page, "--openseadragon", viewer) == 0
+    assert (page / "openseadragon.min.js").read_text() == "// it"
     with Image.open(page / "overview.png") as overview:
         assert overview.size == (2 * 212 + 16, 150)
     text = (page / "index.html").read_text()

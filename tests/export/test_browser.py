@@ -36,7 +36,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def runtime():
     try:
-        return browser_runtime.find_runtime()
+        return browser_runtime.RUNTIME.find()
     except ExportError as error:
         pytest.skip(f"no runtime for browsers: {error}")
 

@@ -15,6 +15,7 @@ from PIL import Image
 
 import veca
 from conftest import SMALLEST
+from veca._util.npm import NpmPackage
 from veca.errors import ExportError, InputError, OutputError
 from veca.export import browser_runtime, export_web, web
 from veca.images.bundled import bundled_photos
@@ -129,14 +130,14 @@ def archive(folder, names=RUNTIME):
 
 def test_the_runtime_from_folders_and_archives(tmp_path, package):
     for place in (package, package / "dist"):
-        found = browser_runtime.find_runtime(place)
+        found = browser_runtime.RUNTIME.find(place)
         assert found["ort.wasm.min.mjs"] == b"// ort.wasm.min.mjs"
-    assert set(browser_runtime.find_runtime(archive(tmp_path))) == set(RUNTIME)
+    assert set(browser_runtime.RUNTIME.find(archive(tmp_path))) == set(RUNTIME)
     with pytest.raises(ExportError, match="archive"):
-        browser_runtime.find_runtime(archive(tmp_path, RUNTIME[:2]))
+        browser_runtime.RUNTIME.find(archive(tmp_path, RUNTIME[:2]))
     (package / "dist" / RUNTIME[0]).unlink()
     with pytest.raises(ExportError, match=r"ort\.wasm\.min\.mjs"):
-        browser_runtime.find_runtime(package)
+        browser_runtime.RUNTIME.find(package)
 
 
 def npm(folder, script):
@@ -152,20 +153,20 @@ def test_npm_that_is_missing_or_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ExportError, match=r"npm.*--ort"):
-        browser_runtime.find_runtime()
+        browser_runtime.RUNTIME.find()
     monkeypatch.setenv("PATH", npm(tmp_path, "echo 'npm error code E404' >&2; exit 1"))
     with pytest.raises(ExportError, match=r"E404.*--ort"):
-        browser_runtime.find_runtime()
+        browser_runtime.RUNTIME.find()
     other = archive(tmp_path)
     (tmp_path / "bin" / "npm").write_text(f"#!/bin/sh\n/bin/cp {other} .\n")
     with pytest.raises(ExportError, match="sha512"):
-        browser_runtime.find_runtime()
+        browser_runtime.RUNTIME.find()
     assert not (tmp_path / "cache" / "web").exists()
     # What npm brings is kept, and taken from there when npm is gone.
-    monkeypatch.setattr(browser_runtime, "_is_genuine", lambda content: len(content) > 0)
-    assert set(browser_runtime.find_runtime()) == set(RUNTIME)
+    monkeypatch.setattr(NpmPackage, "is_genuine", lambda self, content: len(content) > 0)
+    assert set(browser_runtime.RUNTIME.find()) == set(RUNTIME)
     (tmp_path / "bin" / "npm").unlink()
-    assert set(browser_runtime.find_runtime()) == set(RUNTIME)
+    assert set(browser_runtime.RUNTIME.find()) == set(RUNTIME)
 
 
 # ---------------------------------------------------------------------------------- in JavaScript

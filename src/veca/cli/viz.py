@@ -85,6 +85,13 @@ def viz(
     ] = None,
     height: Annotated[int, typer.Option(min=32, help="Height of each picture, in pixels.")] = 256,
     seed: Annotated[int, typer.Option(help="For UMAP.")] = 0,
+    openseadragon: Annotated[
+        str | None,
+        typer.Option(
+            help="Large: the npm package openseadragon, a folder or its .tgz.",
+            show_default="from npm",
+        ),
+    ] = None,
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
@@ -103,7 +110,7 @@ def viz(
     from veca.viz.default_weights import FRESH, load_or_fresh
 
     if figure == "large":
-        _large(photos, out)
+        _large(photos, out, openseadragon)
         return
     if figure != "report" and figure not in library.FIGURES:
         raise InputError(f"unknown figure {suggest(figure, [*library.FIGURES, 'report', 'large'])}")
@@ -158,7 +165,7 @@ def viz(
         console.print(f"wrote {path}", markup=False, soft_wrap=True)
 
 
-def _large(stores: list[str], out: Path) -> None:
+def _large(stores: list[str], out: Path, viewer: str | None) -> None:
     """The page of one picture, or one in a folder for each of several."""
     from veca._util.progress import progress_bar
     from veca.large import FeatureStore
@@ -167,7 +174,7 @@ def _large(stores: list[str], out: Path) -> None:
     for store in stores:
         folder = out if len(stores) == 1 else out / Path(store).stem
         with progress_bar("tiles", console) as update, writable_folder(folder):
-            made = large_page(FeatureStore(store), folder, progress=update)
+            made = large_page(FeatureStore(store), folder, viewer=viewer, progress=update)
         for path in made:
             console.print(f"wrote {path}", markup=False, soft_wrap=True)
 

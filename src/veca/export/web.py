@@ -17,7 +17,7 @@ from veca._util import files
 from veca.checks import check_model
 from veca.errors import InputError, OutputError, check_choice
 from veca.export.api import ANY, Exported, export_model
-from veca.export.browser_runtime import PACKAGE, VERSION, find_runtime
+from veca.export.browser_runtime import RUNTIME
 from veca.export.graph import frozen_copy
 from veca.export.precision import GATES
 from veca.export.verify import Photo
@@ -67,7 +67,8 @@ def export_web(
         out: a new or empty folder; it is there whole or not at all.
         precision: "int8", "bf16" or "fp32".
         name: of the weights, for the page.
-        ort: the package onnxruntime-web, where npm cannot bring it: see `find_runtime`.
+        ort: the package onnxruntime-web, where npm cannot bring it: the unpacked
+            folder or the archive of `npm pack`.
         check_sizes, data, gate, progress: as in `export_model`.
     """
     check_model(model, "export_web")
@@ -81,7 +82,7 @@ def export_web(
     say = progress or (lambda _: None)
     with _folder_beside(target) as folder:
         say("fetching the runtime")
-        runtime = find_runtime(ort)
+        runtime = RUNTIME.find(ort)
         models = _models(model, folder, precision, name, check_sizes, data, gate, say)
         (folder / "ort").mkdir()
         for file, content in runtime.items():
@@ -171,7 +172,7 @@ def _about(model: Veca, name: str, models: dict[str, Exported]) -> dict[str, Any
     return {
         "name": name,
         "version": __version__,
-        "runtime": f"{PACKAGE} {VERSION}",
+        "runtime": f"{RUNTIME.name} {RUNTIME.version}",
         "weights_sha256": weights_hash(model),
         "patch_size": c.patch_size,
         "image_mean": list(c.image_mean),

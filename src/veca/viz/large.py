@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from html import escape
@@ -15,6 +16,7 @@ import torch
 from PIL import Image
 
 from veca._util.files import atomic_write, atomic_write_text, output_errors
+from veca._util.npm import NpmPackage
 from veca.errors import LargeError, at_least
 from veca.large import FeatureStore, PictureView, overview
 from veca.viz.project import Palette
@@ -26,6 +28,16 @@ _GAP = 16  # pixels between the two halves of the overview
 _ROWS = 64  # of patches that are coloured at a time
 
 Pixels = np.ndarray[Any, Any]
+
+VIEWER = NpmPackage(
+    "openseadragon",
+    "6.1.1",
+    "g4iKe2q8B642SaBT3+x4ZF3/8b1TxPPydyjmtrOLgDrlYWMKd9ZXM+1Cb/xa9DVySkvs/7l6HR1nHKfD5F3Tsw==",
+    ("build/openseadragon/openseadragon.min.js", "LICENSE.txt"),
+    option="--openseadragon",
+    error=LargeError,
+)
+"""What the page zooms with."""
 
 
 class LargePage(NamedTuple):
@@ -41,6 +53,7 @@ def large_page(
     picture: PictureView | None = None,
     *,
     longest: int = 16_384,
+    viewer: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LargePage:
     """Write `overview.png`, `index.html` and the tiles that the page shows into a folder.
@@ -48,10 +61,12 @@ def large_page(
     Args:
         picture: by default the file that the features were made of.
         longest: pixels of the picture's longer side in the page, at most.
+        viewer: the npm package openseadragon, its folder or archive, where npm cannot bring it.
         progress: called with (done, total) tiles of the finest level.
     """
     if store.features is None:
         raise LargeError(f"{store.path} keeps the core memory alone; compute its features first.")
+    script, licence = VIEWER.find(viewer).values()
     source = store.picture() if picture is None else picture
     colours = patch_colours(store)
     shown = source.reduced(at_least("longest", longest))
@@ -69,11 +84,9 @@ def large_page(
             out / "features_files",
             "png",
         )
-        script = "openseadragon.min.js"
-        shutil.copyfile(_ASSETS / "openseadragon" / script, out / script)
-        shutil.copyfile(
-            _ASSETS / "openseadragon" / "LICENSE.txt", out / "openseadragon-LICENSE.txt"
-        )
+        for name, content in (("min.js", script), ("LICENSE.txt", licence)):
+            with atomic_write(out / f"openseadragon.{name}") as file:
+                file.write(content)
     data = {
         "tile": _TILE,
         "size": [source.shape[1], source.shape[0]],
