@@ -238,7 +238,8 @@ def calibrated_cores(rows: Rows) -> str:
 def auto(rows: Rows) -> str:
     """A line a promise, on photos that calibrated nothing: kept, and times over the full pass."""
     header = ["", "promise", "photos", "keep it", "mean `keep` (fixed)",
-              "work saved (by the oracle)", "alone: fixed", "auto", "oracle", "in batches: fixed", "auto", "oracle"]  # fmt: skip
+              "work saved (by the oracle)", "alone: fixed", "auto", "oracle", "in batches: fixed",
+              "auto", "oracle"]  # fmt: skip
     ways = ("fixed", "auto", "oracle")
 
     def saved(r: Mapping[str, str], way: str) -> str:
