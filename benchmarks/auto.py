@@ -132,10 +132,9 @@ def shares_rows(
             "oracle work": check.oracle_work,
             "timed": len(images),
         }
-        for batch, found_times in by_batch.items():
-            where = "alone" if batch == 1 else "in batches"
+        for where, batch in (("alone", 1), ("in batches", options.batch)):
             for way in ("auto", "fixed", "oracle"):
-                row[f"{way} time {where}"] = found_times[f"{way} {promise}"]
+                row[f"{way} time {where}"] = by_batch.get(batch, {}).get(f"{way} {promise}", "")
         rows.append(row)
     return rows
 
