@@ -95,7 +95,7 @@ def shares_rows(
     model: Veca,
     size: int,
     found: Measurements,
-    images: Tensor,
+    images: Sequence[Tensor],
     options: argparse.Namespace,
 ) -> list[dict[str, object]]:
     calibration: Calibration = model.calibration
@@ -110,8 +110,9 @@ def shares_rows(
     least = [library.best_shares(losses, 1 - promise) for promise in PROMISES]
     fixed = [check.fixed_keep for check in checks]
     by_batch = {
-        batch: timed(model, images, fixed, least, batch, options.rounds)
+        batch: timed(model, torch.stack(list(images)), fixed, least, batch, options.rounds)
         for batch in (1, options.batch)
+        if images
     }
     rows = []
     for promise, check in zip(PROMISES, checks, strict=True):
@@ -131,10 +132,9 @@ def shares_rows(
             "oracle work": check.oracle_work,
             "timed": len(images),
         }
-        for batch, found_times in by_batch.items():
-            where = "alone" if batch == 1 else "in batches"
+        for where, batch in (("alone", 1), ("in batches", options.batch)):
             for way in ("auto", "fixed", "oracle"):
-                row[f"{way} time {where}"] = found_times[f"{way} {promise}"]
+                row[f"{way} time {where}"] = by_batch.get(batch, {}).get(f"{way} {promise}", "")
         rows.append(row)
     return rows
 
@@ -195,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512])
     parser.add_argument("--limit", type=int, default=150, help="photos")
     parser.add_argument("--cores", type=int, default=40, help="of them for budgets")
-    parser.add_argument("--timed", type=int, default=24, help="of them for the times")
+    parser.add_argument("--timed", type=int, default=24, help="of them for the times; may be 0")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=DTYPES, default="float32", help="for the losses")
@@ -226,7 +226,7 @@ def run(options: argparse.Namespace) -> int:
             if i < options.timed:
                 images.append(model.transform(size)(photo))
         measured = library.as_measurements(found)
-        rows = shares_rows(name, model, size, measured, torch.stack(images), options)
+        rows = shares_rows(name, model, size, measured, images, options)
         rows += cores_rows(name, model, size, measured, options.precision)
         write_csv("auto", rows, options.out, device="cpu", key="set")
         print_table(rows)

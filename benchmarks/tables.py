@@ -263,9 +263,14 @@ def calibrated_cores(rows: Rows) -> str:
 
 def auto(rows: Rows) -> str:
     """A line a promise, on photos that calibrated nothing: kept, and times over the full pass."""
-    header = ["", "promise", "photos", "keep it", "mean `keep` (fixed)", "alone: fixed", "auto",
-              "oracle", "in batches: fixed", "auto", "oracle"]  # fmt: skip
+    header = ["", "promise", "photos", "keep it", "mean `keep` (fixed)",
+              "work saved (by the oracle)", "alone: fixed", "auto", "oracle", "in batches: fixed",
+              "auto", "oracle"]  # fmt: skip
     ways = ("fixed", "auto", "oracle")
+
+    def saved(r: Mapping[str, str], way: str) -> str:
+        return f"{1 - float(r[way]) / float(r['fixed work']):.1%}"
+
     return table(
         header,
         [
@@ -275,8 +280,9 @@ def auto(rows: Rows) -> str:
                 r["photos"],
                 f"{float(r['kept']):.1%}",
                 f"{float(r['mean']):.2f} ({float(r['fixed']):g})",
+                f"{saved(r, 'work')} ({saved(r, 'oracle work')})",
                 *(
-                    f"{float(r[f'{way} time {where}']):.3f}"
+                    f"{float(time):.3f}" if (time := r[f"{way} time {where}"]) else ""
                     for where in ("alone", "in batches")
                     for way in ways
                 ),

@@ -275,6 +275,33 @@ def test_the_fit_finds_the_line_and_keeps_promises_on_most():
     assert library.checked(model, 64, nothing)[where].saved < row.saved_by_oracle / 3
 
 
+@pytest.mark.parametrize(("photos", "kept"), [(20, 20), (44, 44), (45, 45), (77, 76), (400, 386)])
+def test_so_many_must_keep_a_promise(photos, kept):
+    """As in tables of one-sided bounds of quantiles, at a confidence of 90 %."""
+    assert library.most_of(photos) == kept
+    assert library.most_of(5000) / 5000 == pytest.approx(0.954, abs=0.001)
+
+
+def test_unseen_photos_keep_promises_nine_times_in_ten():
+    model, rng = create_model(CONFIG), np.random.default_rng(0)
+    where = list(library.PROMISES).index(0.98)
+
+    def drawn(photos):
+        d = np.exp(rng.normal(-3, 0.5, photos))
+        logs = np.log(d)[:, None] - 4 * np.array(library.SHARES) + 0.5
+        losses = np.exp(logs + 0.5 * rng.normal(size=(photos, 1)))
+        return Measurements(d, losses, np.zeros((1, 5)))
+
+    unseen, held = drawn(3000), []
+    for _ in range(20):
+        table = library.fitted(model, 64, drawn(100))
+        bounds = table.expected(unseen.differences) + table.margins[where]
+        chosen = content.least_share(bounds, 0.02)
+        held.append((library.loss_at(unseen.losses(), chosen) <= 0.02).mean())
+    assert np.mean(np.array(held) >= 0.95) >= 0.75  # of 20; with a plain quantile about half
+    assert np.mean(held) < 0.99
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
     from PIL import Image
@@ -297,6 +324,7 @@ def test_calibrating_measures_what_the_model_loses(photos, tmp_path):
         model, photos, sizes=[64], measured=kept, progress=lambda *at: done.append(at[0])
     )
     assert found.about["photos"] == {"64": 22} and len(done) == 22
+    assert found.about["confidence"] == 0.9
     rows = json.loads(kept.read_text())["rows"]
     key, photo = next(library.drawn(photos))
     pixels = model.transform(64)(photo).unsqueeze(0)
