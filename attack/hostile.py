@@ -53,6 +53,8 @@ class Place:
         self.end(self.start(), {0})
         self.takes = time.monotonic() - begun
         self.wanted = self.scene.left(self.out)
+        self.claims = self.scene.claims or self.scene.left
+        self.claimed = self.claims(self.out)
 
     def start(self, first: Callable[[], None] | None = None, said: str = "said.txt") -> Started:
         place = self.out.parent / said  # not among the sources, which a check damages
@@ -76,8 +78,10 @@ class Place:
         self.end(self.start(), {0})
         self.compare()
 
-    def compare(self) -> None:
-        fault = differences(self.wanted, self.scene.left(self.out))
+    def compare(self, *, claims: bool = False) -> None:
+        """With all that an undisturbed run leaves, or with what it claims to have written."""
+        wanted, left = (self.claimed, self.claims) if claims else (self.wanted, self.scene.left)
+        fault = differences(wanted, left(self.out))
         if fault:
             raise Fault(SILENT, f"{self.name}: {fault}")
 
@@ -127,7 +131,7 @@ def deleted_folder(place: Place, rng: random.Random) -> None:
     code = place.end(process, {0, 2})
     shutil.rmtree(place.out.with_name("trash"), ignore_errors=True)
     if code == 0 and place.out.exists():
-        place.compare()  # it may have begun only then
+        place.compare(claims=True)  # it may have begun only then
     place.finish()
 
 

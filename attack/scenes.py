@@ -27,6 +27,8 @@ class Scene(NamedTuple):
     """(home, out): what runs in another process, to its end or to go on."""
     left: Callable[[Path], object]
     """What is in `out` at the end, for comparison, by the name of the file."""
+    claims: Callable[[Path], object] | None = None
+    """The part of it that the command says it wrote; by default all."""
 
 
 def _photos(count: int) -> Callable[[Path], None]:
@@ -168,9 +170,14 @@ def _left_by_probe(out: Path) -> object:
             cached[path.relative_to(out).as_posix()] = digest(
                 [arrays, sorted((file.metadata() or {}).items())]
             )
-    run = json.loads((out / "results" / "results.json").read_text())
     names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*"))
-    return {**cached, "scores": digest(run["rows"]), "names": ",".join(names)}
+    return {**cached, **_claimed_by_probe(out), "names": ",".join(names)}
+
+
+def _claimed_by_probe(out: Path) -> dict[str, str]:
+    """Not the cache, which is no output."""
+    results = out / "results" / "results.json"
+    return {"scores": digest(json.loads(results.read_text())["rows"])} if results.is_file() else {}
 
 
 SCENES: Mapping[str, Scene] = {
@@ -180,7 +187,7 @@ SCENES: Mapping[str, Scene] = {
     "distill": Scene(_prepare_distill, _distill, _left_by_distill),
     "tune": Scene(_photos(8), _tune, _left_by_tune),
     "large": Scene(_prepare_large, _large, _bytes),
-    "probe": Scene(_prepare_probe, _probe, _left_by_probe),
+    "probe": Scene(_prepare_probe, _probe, _left_by_probe, _claimed_by_probe),
 }
 
 

@@ -322,9 +322,7 @@ def test_help_groups_the_commands_as_the_readme_does():
             assert re.search(rf"\b{command.__name__.rstrip('_')}\b", listed[0]), command.__name__
 
 
-def test_viz_wants_a_figure_and_then_photos(
-    photo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_viz_wants_a_figure_and_then_photos(photo: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["viz", photo]) == 2
     assert f"veca viz report {photo}" in capsys.readouterr().err
     assert main(["viz", "cores"]) == 2

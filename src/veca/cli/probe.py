@@ -247,7 +247,9 @@ def _check(tasks: list[str], dataset: str, data: Path, options: dict[str, Any]) 
 
 def _show(run: Run, folder: Path) -> None:
     """Print the table and write all that a run leaves behind."""
+    from veca._util.files import check_written
     from veca.probe.plot import best_text, plot
+    from veca.probe.record import RESULTS
     from veca.probe.table import rich_table, verified, write_tables
 
     console.print(rich_table(run))
@@ -262,5 +264,6 @@ def _show(run: Run, folder: Path) -> None:
     except MissingExtraError as error:
         console.print(f"no plot: {error}", markup=False, soft_wrap=True)
     console.print(best_text(run), markup=False, highlight=False, soft_wrap=True)
+    check_written([folder / RESULTS, *written])
     names = ", ".join(path.name for path in written)
     console.print(f"wrote {names} -> {folder}", markup=False, soft_wrap=True)
