@@ -38,8 +38,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The live demo on the front page takes an export of some minutes: VECA_LIVE_DEMO=1 make docs has it,
+# as what is published does.
 docs: $(VENV)/.installed-dev  # the site, into build/site; broken links and warnings fail
-	VECA_LIVE_DEMO=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 docs-version: $(VENV)/.installed-dev  # the site of VERSION into the branch gh-pages, beside the others
 	VECA_LIVE_DEMO=1 NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(VERSION) latest

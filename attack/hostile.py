@@ -55,7 +55,7 @@ class Place:
         self.wanted = self.scene.left(self.out)
 
     def start(self, first: Callable[[], None] | None = None, said: str = "said.txt") -> Started:
-        place = self.out.parents[1] / said
+        place = self.out.parent / said  # not among the sources, which a check damages
         return Started(self.scene.work(self.home, self.out), place, first=first)
 
     def end(self, process: Started, codes: set[int]) -> int:
@@ -66,7 +66,8 @@ class Place:
             raise Fault(HANG, str(error)) from error
         if code not in codes or "Traceback" in process.text():
             raise Fault(FOREIGN, f"{self.name}: exit code {code}: {process.text()[-1200:]}")
-        if code and not process.text().strip().splitlines()[-1].startswith("veca:"):
+        said = process.text().strip().splitlines()
+        if code and not (said and said[-1].startswith("veca:")):
             raise Fault(FOREIGN, f"{self.name} says no reason: {process.text()[-300:]}")
         return code
 

@@ -105,7 +105,8 @@ def _tune(home: Path, out: Path) -> Work:
 def _left_by_tune(out: Path) -> object:
     """Times differ from run to run; which photos and points were measured, and how well they
     agree, do not."""
-    table = json.loads((out / "measurements.json").read_text())
+    kept = out / "measurements.json"
+    table = json.loads(kept.read_text()) if kept.is_file() else {"rounds": {}}
     agreed = {
         f"{photo} {point}": [round(row["cls"], 4), round(row["patches"], 4)]
         for photo, points in table["rounds"].items()

@@ -29,6 +29,7 @@ from torch import Tensor
 import veca
 from benchmarks.common import write_csv
 from benchmarks.rows import RESULTS
+from benchmarks.tables import PLAIN
 from veca import bench
 from veca.bench import BenchPlan, take_turns
 from veca.images import find_images
@@ -36,7 +37,6 @@ from veca.model import Veca
 from veca.precision import at_precision
 from veca.quantization import linear_layers, mean_agreement, photo_batches
 
-PLAIN = "plain float32"
 KEEP = 0.5
 
 

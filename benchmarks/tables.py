@@ -24,6 +24,7 @@ DOCUMENTS = (
         for name in (
             "choosing-a-budget",
             "chosen-by-content",
+            "cpu",
             "embedding",
             "export",
             "fine-tuning",
@@ -37,6 +38,8 @@ DOCUMENTS = (
 Table = tuple[str, Callable[[Rows], str]]
 """The main source of a table, as `read` takes it, and what makes it."""
 
+PLAIN = "plain float32"
+"""What precisions on a CPU are compared with."""
 _BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end table -->)", re.DOTALL)
 
 
@@ -171,6 +174,29 @@ def cpu(rows: Rows) -> str:
                 *(number(at[name]["peak_mib"]) for name in ("dense", "64")),
             ]
             for size, at in sorted(by_size.items())
+        ],
+    )
+
+
+def cpu_precision(rows: Rows) -> str:
+    """A line for weights, size and threads: the plain model's time, and how much faster others."""
+    others = [one for one in dict.fromkeys(r["contender"] for r in rows) if one != PLAIN]
+    header = ["weights", "pixels", "threads", "float32, ms", *others, "int8: CLS", "patches"]
+    groups: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    for r in rows:
+        groups.setdefault((r["weights"], r["size"], r["threads"]), {})[r["contender"]] = r
+    return table(
+        header,
+        [
+            [
+                name.removeprefix("veca_").removesuffix("_patch16"),
+                size,
+                threads,
+                number(at[PLAIN]["ms"]),
+                *(f"{float(at[one]['times faster']):.2f}x" for one in others),
+                *(f"{float(at['int8'][of]):.4f}" for of in ("cls", "patches")),
+            ]
+            for (name, size, threads), at in groups.items()
         ],
     )
 
@@ -338,6 +364,7 @@ TABLES: dict[str, Table] = {
     "distill": ("distill", distillation),
     "recorded": ("recorded", recorded),
     "cpu": ("cpu", cpu),
+    "cpu-precision": ("cpu_precision", cpu_precision),
     "elastic": ("elastic", elastic),
     "elastic-gpu": ("elastic_gpu", elastic_gpu),
     "calibration": ("calibration", calibration),

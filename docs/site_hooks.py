@@ -3,9 +3,9 @@
 A build with `--strict` fails on a broken link, wherever it comes from: a page, a docstring or the
 help of a command. It fails on a public name that has no docstring or that no page shows, too.
 
-With VECA_LIVE_DEMO=1, as `make docs` sets it, the front page carries the network itself: what
-`veca export --to web` writes, made once and kept in build/. Where npm cannot bring the runtime,
-the page says how to make one instead.
+With VECA_LIVE_DEMO=1, as published versions are built, the front page carries the network itself:
+what `veca export --to web` writes, made once and kept in build/. Where npm cannot bring the
+runtime, the page says how to make one instead.
 """
 
 from __future__ import annotations

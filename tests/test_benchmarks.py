@@ -73,7 +73,8 @@ def test_a_small_race_on_this_cpu(tmp_path, capsys):
     assert main(["cpu", "--preset", "tiny", *words, "--out", str(tmp_path)]) == 0
     rows = read_csv(tmp_path / "cpu.csv")
     assert [(row["model"], row["cores"]) for row in rows] == [("dense", ""), ("veca", "8")]
-    assert list(rows[0]) == list(read("cpu")[0])
+    # Measured before rows said more: no column of the results has gone.
+    assert set(read("cpu")[0]) <= set(rows[0])
 
 
 def test_merging_beside_fewer_cores_and_smaller_images(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import torch
 import veca
 from veca import VecaConfig, compile_for_inference, create_model
 from veca import precision as room
+from veca.dense import DenseVit
 from veca.embed import embed, extract
 from veca.errors import InputError
 from veca.images.bundled import bundled_photos
@@ -56,6 +57,23 @@ def test_a_precision_computes_what_the_model_does(
     assert native.patches.shape == (2, 48, 32)
 
 
+@pytest.mark.parametrize("fused", [2**22, 0])
+@pytest.mark.parametrize(("precision", "least"), [("bf16", 0.9995), ("int8", 0.998)])
+def test_the_dense_yardstick_computes_what_it_does(
+    model: Veca, monkeypatch: pytest.MonkeyPatch, precision: str, least: float, fused: int
+) -> None:
+    monkeypatch.setattr(room, "_FUSED", fused)
+    torch.manual_seed(0)
+    dense = DenseVit(model.config).eval()
+    fast = at_precision(dense, precision)
+    assert fast.precision == precision and dense.precision == "fp32"
+    with torch.no_grad():
+        out, wanted = fast(IMAGES), dense(IMAGES)
+    assert not torch.equal(out.patches, wanted.patches)
+    assert torch.cosine_similarity(out.cls, wanted.cls, dim=-1).min() > least
+    assert torch.cosine_similarity(out.patches, wanted.patches, dim=-1).mean() > least
+
+
 def test_int8_is_its_definition_up_to_rounding(
     model: Veca, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +85,16 @@ def test_int8_is_its_definition_up_to_rounding(
         plain = model(IMAGES)
     error = (found.patches - wanted.patches).norm()
     assert error < 0.2 * (plain.patches - wanted.patches).norm()  # a sum may round the other way
+
+
+def test_it_runs_where_gradients_are_kept_and_has_none(model: Veca) -> None:
+    assert torch.is_grad_enabled()
+    found = at_precision(model, "bf16")(IMAGES).patches
+    with torch.no_grad():
+        assert torch.equal(found, at_precision(model, "bf16")(IMAGES).patches)
+    found.sum().backward()
+    assert model.get_submodule("blocks.0.ffn.up").weight.grad is None
+    model.zero_grad()
 
 
 def test_results_are_equal_with_one_thread_and_two(model: Veca) -> None:

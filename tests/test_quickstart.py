@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +43,11 @@ def test_page_shows_every_budget_and_picture(tmp_path, weights, monkeypatch):
     assert all(row.ms > 0 and -1 <= row.cls_agreement <= 1.0001 for row in result.rows)
     assert result.rows[0].patch_agreement < 1
 
+    assert "scatter by up to 80%" in replace(result, spread=0.8).rough
+    assert replace(result, spread=0.1).rough == ""
+
     page = result.page.read_text()
+    assert ("The times are rough" in page) == bool(result.rough)
     sources = re.findall(r'<image [^>]*href="([^"]+)"', page)
     names = [photo.stem for photo in bundled_photos()[:2]]
     drawn = [f"{name}-{part}.png" for name in names for part in PARTS]

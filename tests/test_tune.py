@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import inspect
 import json
 import warnings
@@ -23,8 +24,8 @@ from veca.points import OperatingPoint, machine_name, read_point
 from veca.tune import Candidate, Measured, Tuning, Wish, tune
 
 CONFIG = veca.VecaConfig(depth=2, width=32, heads=2, num_cores=8)
-QUICK = {"sizes": (32, 64), "cores": (2, 8), "keep": (1.0, 0.5), "precisions": ("float32",)}
-WORDS = ["--sizes=32,64", "--cores=2,8", "--keep=1,0.5", "--precisions=float32", "--device=cpu"]
+QUICK = {"sizes": (32, 64), "cores": (2, 8), "keep": (1.0, 0.5), "precisions": ("fp32",)}
+WORDS = ["--sizes=32,64", "--cores=2,8", "--keep=1,0.5", "--precisions=fp32", "--device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_every_point_is_measured_on_every_photo(weights, photos, tmp_path) -> No
         model,
         photos,
         tmp_path,
-        **{**QUICK, "precisions": ("float32", "bfloat16")},
+        **{**QUICK, "precisions": ("float32", "int8")},
         count=3,
         progress=lambda done, total, text: told.append((done, total)),
     )
@@ -60,10 +61,10 @@ def test_every_point_is_measured_on_every_photo(weights, photos, tmp_path) -> No
     assert told == [(i, 48) for i in range(48)]
     assert found.conditions["enlarged"] == 1  # c, of 48 pixels
     full = next(p for p in found.points if p.candidate == found.reference)
-    assert found.reference == Candidate(64, 8, 1.0, "float32")
+    assert found.reference == Candidate(64, 8, 1.0, "fp32")
     assert full.cls == pytest.approx(1) and full.patches == pytest.approx(1)
     assert all(p.ms > 0 and p.images_per_s == pytest.approx(1000 / p.ms) for p in found.points)
-    half = next(p for p in found.points if p.candidate == (64, 8, 1.0, "bfloat16"))
+    half = next(p for p in found.points if p.candidate == (64, 8, 1.0, "int8"))
     assert 0.99 < half.agreement < 1
     assert model.dtype == torch.float32
 
@@ -78,7 +79,7 @@ def test_agreement_is_that_of_features_enlarged_to_the_largest_grid(
     grid = tuple(large.grid)
     enlarged = F.interpolate(small.feature_map(), grid, mode="bilinear", align_corners=False)
     cosines = F.cosine_similarity(enlarged, large.feature_map(), dim=1)
-    point = next(p for p in found.points if p.candidate == Candidate(32, 8, 1.0, "float32"))
+    point = next(p for p in found.points if p.candidate == Candidate(32, 8, 1.0, "fp32"))
     assert point.patches == pytest.approx(cosines.mean().item(), abs=1e-5)
     assert point.cls == pytest.approx(F.cosine_similarity(small.cls, large.cls).item(), abs=1e-5)
 
@@ -128,11 +129,11 @@ def test_measurements_of_something_else_are_refused(weights, photos, tmp_path) -
     [
         {"photo": 3},
         {"photo": {"32/4/1": {"ms": 1, "cls": 1, "patches": 1}}},
-        {"photo": {"32/4/1.0/float32": 3}},
-        {"photo": {"32/4/1.0/float32": {"ms": "x", "cls": 1, "patches": 1}}},
-        {"photo": {"32/4/1.0/float32": {"ms": 0, "cls": 1, "patches": 1}}},
-        {"photo": {"32/4/1.0/float32": {"ms": 10**400, "cls": 1, "patches": 1}}},
-        {"photo": {"32/4/1.0/float32": {"ms": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/fp32": 3}},
+        {"photo": {"32/4/1.0/fp32": {"ms": "x", "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/fp32": {"ms": 0, "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/fp32": {"ms": 10**400, "cls": 1, "patches": 1}}},
+        {"photo": {"32/4/1.0/fp32": {"ms": 1, "patches": 1}}},
         {"photo": {"a/b/c/d": {"ms": 1, "cls": 1, "patches": None}}},
     ],
 )
@@ -178,7 +179,7 @@ def test_unreadable_photos_are_passed_over(weights, photos, tmp_path) -> None:
     [
         ({"keep": (0.1,)}, "keep"),
         ({"cores": (9,)}, "cores"),
-        ({"precisions": ("int8",)}, "precision"),
+        ({"precisions": ("int4",)}, "precision"),
         ({"sizes": ()}, "sizes"),
         ({"what": ("words",)}, "feature"),
     ],
@@ -194,11 +195,11 @@ def test_candidates_that_cannot_be(weights, photos, tmp_path, changes, noun: str
 def made(*points: tuple[int, float, float]) -> Tuning:
     """A tuning of points (size, ms, agreement)."""
     measured = [
-        Measured(Candidate(size, 8, 1.0, "float32"), ms, 1000 / ms, 1.0, level)
+        Measured(Candidate(size, 8, 1.0, "fp32"), ms, 1000 / ms, 1.0, level)
         for size, ms, level in points
     ]
     conditions = {"batch_size": 1, "photos": 1, "threads": 1, "enlarged": 0, "what": "cls"}
-    reference = Candidate(64, 8, 1.0, "float32")
+    reference = Candidate(64, 8, 1.0, "fp32")
     return Tuning("w", "s", "m", reference, tuple(measured), conditions)
 
 
@@ -262,7 +263,7 @@ def tuned(weights, photos, tmp_path_factory):
 
 def test_what_the_command_leaves(tuned, weights) -> None:
     point = read_point(tuned / "point.json")
-    assert (point.size, point.cores, point.keep, point.precision) == (64, 8, 1.0, "float32")
+    assert (point.size, point.cores, point.keep, point.precision) == (64, 8, 1.0, "fp32")
     assert point.weights_sha256 == veca.weights.weights_hash(weights)
     assert point.machine == machine_name() and point.measured["photos"] == 2
     assert (tuned / "tune.png").stat().st_size > 1000
@@ -283,7 +284,7 @@ def test_the_command_prints_the_front(tuned, weights, photos, capsys) -> None:
     common = [photos, "--weights", weights, *WORDS, "--photos", 2, "--out", tuned]
     assert run("tune", *common) == 0
     said = capsys.readouterr().out
-    assert "float32" in said and "1.0000" in said and "measurements.json" in said
+    assert "fp32" in said and "1.0000" in said and "measurements.json" in said
 
 
 @pytest.mark.parametrize(
@@ -374,6 +375,23 @@ def test_a_loaded_model_works_at_its_point(small, weights) -> None:
         assert torch.equal(model(pixels, keep=1).patches, model(pixels, 8, 1.0).patches)
     assert veca.load(weights, point=small, dtype=torch.float32).dtype == torch.float32
     assert veca.load(weights).point is None
+
+
+@pytest.mark.slow
+def test_a_point_in_int8_is_taken(small, weights, photos, tmp_path) -> None:
+    OperatingPoint(**{**vars(read_point(small)), "precision": "int8"}).save(small)
+    assert veca.load(weights, point=small).precision == "int8"
+    common = ["--device", "cpu", "--point", small, "--weights", weights]
+    assert run("features", photos, *common, "--out", tmp_path / "f") == 0
+    assert json.loads((tmp_path / "f" / "features.json").read_text())["precision"] == "int8"
+    words = ["--point", small, "--device", "cpu", "--repeats", 1, "--seconds", 0, "--no-dense"]
+    assert run("bench", weights, *words, "--out", tmp_path / "b") == 0
+    (row,) = csv.DictReader((tmp_path / "b" / "bench.csv").open())
+    assert (row["precision"], row["size"], row["cores"], row["keep"]) == ("int8", "32", "2", "0.5")
+    pytest.importorskip("pyarrow", reason="embed needs it")
+    assert run("embed", photos, *common, "--workers", 0, "--out", tmp_path / "e") == 0
+    stored = json.loads((tmp_path / "e" / "embed.json").read_text())["settings"]
+    assert stored["precision"] == "int8"
 
 
 def test_a_point_of_others_warns_and_names_both(small, weights, tmp_path) -> None:

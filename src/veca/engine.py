@@ -521,7 +521,7 @@ def _on_cpu(
     ours = copy.deepcopy(model).float().eval()
     if precision == "auto":
         budget = cores if isinstance(cores, int) else None
-        chosen = fastest(ours, 224 if size is None else size, budget)
+        chosen = fastest(ours, size, budget)
     else:
         chosen = Fastest(at_precision(ours, precision, compile=bool(compile)), "asked for")
     found = CpuEngine(chosen, check_pixels=check_pixels)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from veca.attention import core_attention
 from veca.attention.reference import core_bias
 from veca.checks import check_model
+from veca.dense import DenseVit
 from veca.errors import InputError, check_choice
 from veca.model import Block, Veca
 from veca.quantization import (
@@ -49,6 +50,7 @@ PROTOCOL_NAMES = {"fp32": "float32", "fp16": "float16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS = 256
 """Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB or two."""
+_FUSED = 2**22
 _ALLOCATION = 31 * 2**20
 
 
@@ -103,6 +105,7 @@ def check_precision(precision: str, *more: str) -> str:
 # ----------------------------------------------------------------------------------------- model
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_Network = TypeVar("_Network", Veca, DenseVit)
 GATES = {"bf16": Agreement(0.9995, 0.999), "int8": GATE}
 """The least agreement with float32 at which `fastest` takes a precision."""
 _ROUNDS = 5
@@ -127,9 +130,39 @@ def described(model: Veca) -> str:
     return f"int8 ({has.int8 or 'no instructions: slow'}), what is left in {rest}"
 
 
+def expected(device: torch.device | str = "cpu") -> tuple[str, str]:
+    """What `choose` most likely takes for "auto" on a device, and why; nothing is measured."""
+    if torch.device(device).type != "cpu":
+        return "fp32", f"auto chooses among what CPUs compute in, and this is {device}"
+    has = processor()
+    fast = {name: getattr(has, name) for name in ("bf16", "int8") if getattr(has, name)}
+    if not fast:
+        return "fp32", "the processor shows no instructions for bf16 or int8"
+    tried = " and ".join(f"{name} ({how})" for name, how in fast.items())
+    return [*fast][-1], f"it has {tried}; auto measures, and takes what agrees with float32"
+
+
+def choose(
+    model: Veca,
+    precision: str,
+    size: int | tuple[int, int] | None = None,
+    cores: int | None = None,
+) -> Fastest:
+    """A float32 model in a precision; "auto" is `fastest`, and fp32 on what is no CPU."""
+    if check_precision(precision, "auto") != "auto":
+        return Fastest(in_precision(model, precision), "asked for")
+    if model.device.type != "cpu":
+        return Fastest(model, expected(model.device)[1])
+    return fastest(model, size, cores)
+
+
 @torch.inference_mode()
-def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = None) -> Fastest:
+def fastest(
+    model: Veca, size: int | tuple[int, int] | None = None, cores: int | None = None
+) -> Fastest:
     """The model in the precision that is fastest here, by a short measurement in turns.
+
+    It is measured at a size in pixels, by default about 224.
 
     Those that the processor has instructions for are tried, and taken only where they agree with
     float32 on the bundled photos (`GATES`) and are faster. Else it is the model as it is.
@@ -153,6 +186,8 @@ def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = 
                 )
                 continue
         candidates[precision] = one
+    if size is None:
+        size = max(1, round(224 / model.config.patch_size)) * model.config.patch_size
     height, width = (size, size) if isinstance(size, int) else size
     images = torch.zeros(1, model.config.in_channels, height, width)
     times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -171,20 +206,22 @@ def fastest(model: Veca, size: int | tuple[int, int] = 224, cores: int | None = 
 
 
 def at_precision(
-    model: Veca, precision: str, *, rounding: Rounding | None = None, compile: bool = False
-) -> Veca:
+    model: _Network, precision: str, *, rounding: Rounding | None = None, compile: bool = False
+) -> _Network:
     """The model, on a CPU, computing in a precision; it shares the weights, which stay float32.
 
     Its `precision` says which. The model itself for "fp32". For inference alone: no gradients.
 
     Args:
+        model: a `Veca`; or the yardstick, a `DenseVit`, whose weights are rounded as they are.
         precision: "fp32", "bf16" or "int8".
         rounding: with "int8", which layers are rounded; by default that of the weights where they
             are quantised, or else `Rounding()`, equalised on the bundled photos.
         compile: compile what concerns one token at a time, which takes a C++ compiler and half a
             minute at the first call.
     """
-    check_model(model, "at_precision")
+    if not isinstance(model, DenseVit):
+        check_model(model, "at_precision")
     precision = check_precision(precision)
     if model.device.type != "cpu":
         raise InputError(
@@ -199,11 +236,12 @@ def at_precision(
         raise InputError(f"the model computes in {model.precision} already; take the plain one.")
     has = processor()
     wide = torch.bfloat16 if has.bf16 or precision == "bf16" else torch.float32
-    source, rounded = model, set[str]()
+    source: nn.Module = model
+    rounded = set[str]()
     if precision == "int8":
         given = rounding or model.quantization
         rounded = set((given or Rounding()).layers(model))
-        if given is None:
+        if given is None and isinstance(model, Veca):
             source = _equalised(model)
     _keep_pages()
     fast = _shallow(model)
@@ -213,7 +251,7 @@ def at_precision(
     fast.blocks = nn.ModuleList(_as(FastBlock, block) for block in model.blocks)
     block: Any
     for number, block in enumerate(fast.blocks):
-        own = cast(Block, source.blocks[number])
+        own = cast(Block, source.get_submodule(f"blocks.{number}"))
         block.packed = _packed_block(own, f"blocks.{number}", wide, rounded)
         block.steps = _compiled() if compile else (_read, _write)
     if isinstance(model.project, nn.Linear):
@@ -222,10 +260,11 @@ def at_precision(
     return fast.eval()
 
 
-def in_precision(model: Veca, name: str) -> Veca:
-    """A float32 model in a precision, on whatever device it is.
+def in_precision(model: _Network, name: str) -> _Network:
+    """A float32 model in a precision, on whatever device it is; a dtype is given to it itself.
 
     Args:
+        model: a `Veca`, or a `DenseVit` beside it.
         name: one of today, or what 0.1 called it and folders of features may say. "bfloat16" is
             then the plain model in bfloat16, so that such folders are continued exactly; what
             "bf16" is on a CPU is faster and more exact.
@@ -249,9 +288,10 @@ def hint(model: Veca) -> str | None:
     faster = [f"--precision {name}" for name in ("bf16", "int8") if getattr(has, name)]
     if not faster or model.device.type != "cpu" or recorded(model) != "float32":
         return None
+    later = ", after the seconds that int8 takes to prepare" if has.int8 else ""
     return (
         f"computing in fp32; {' or '.join(faster)} would be about 2 to 3 times faster on this "
-        "processor, and features differ a little (veca bench --precision shows by how much time)."
+        f"processor{later}, and features differ a little."
     )
 
 
@@ -310,6 +350,7 @@ class FastBlock(Block):
     packed: PackedBlock
     steps: tuple[Callable[..., None], Callable[..., None]]
 
+    @torch.no_grad()
     def forward(
         self,
         x: Tensor,
@@ -327,8 +368,8 @@ class FastBlock(Block):
         qkv = torch.empty(
             batch * count, 3, heads, width // heads, dtype=_attention_dtype(self.packed)
         )
-        assert patch_rotation is not None
-        tables = (_table(a, b, batch) for a, b in zip(core_rotation, patch_rotation, strict=True))
+        patches = patch_rotation or (None, None)
+        tables = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
         flat = x.reshape(-1, width)
         for out, part, cos, sin in zip(
             _parts(qkv), _parts(flat), *(_parts(table) for table in tables), strict=True
@@ -427,10 +468,10 @@ def _parts(rows: Tensor) -> tuple[Tensor, ...]:
     return rows.split(-(-len(rows) // count))
 
 
-def _table(cores: Tensor, patches: Tensor, batch: int) -> Tensor:
+def _table(cores: Tensor, patches: Tensor | None, batch: int) -> Tensor:
     """A rotary table with a row for each token of each image, [B * T, d / 2]."""
-    both = (table.expand(batch, -1, -1) for table in (cores, patches))
-    return torch.cat(list(both), dim=1).flatten(0, 1)
+    both = [table.expand(batch, -1, -1) for table in (cores, patches) if table is not None]
+    return torch.cat(both, dim=1).flatten(0, 1)
 
 
 def _attention_dtype(layer: PackedBlock) -> torch.dtype:
@@ -452,7 +493,12 @@ def _mixed(q: Tensor, k: Tensor, v: Tensor, budget: int, multiplicity: Tensor | 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """Plain attention; on a CPU torch's fused kernel is slower than this in bfloat16."""
+    """Plain attention; on a CPU torch's fused kernel is slower than this in bfloat16.
+
+    It is not where there are so many scores that they would leave the cache: full attention.
+    """
+    if bias is None and q.shape[-2] * k.shape[-2] > _FUSED:
+        return F.scaled_dot_product_attention(q, k, v)
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from veca.checks import check_model
+from veca.dense import DenseVit
 from veca.errors import ConfigError, InputError
 from veca.images import Source, preprocess
 from veca.images.bundled import bundled_photos
@@ -110,7 +111,7 @@ class Rounding:
         if self.alpha is not None:
             _check_alpha(self.alpha)
 
-    def layers(self, model: Veca) -> list[str]:
+    def layers(self, model: Veca | DenseVit) -> list[str]:
         """Names of the layers that are rounded; InputError where `leave` fits no layer."""
         names = list(linear_layers(model))
         for pattern in self.leave:
@@ -133,7 +134,7 @@ class Rounding:
             raise ConfigError(f"{fields!r} does not say how weights were rounded.") from error
 
 
-def linear_layers(model: Veca) -> dict[str, nn.Linear]:
+def linear_layers(model: Veca | DenseVit) -> dict[str, nn.Linear]:
     """The linear layers that all tokens pass, by name, in their order.
 
     The patch embedding reads pixels once and the cores' steps are two numbers wide: neither is

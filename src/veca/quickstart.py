@@ -16,6 +16,7 @@ from veca.cost import Cost, cost
 from veca.images import target_size
 from veca.images.bundled import bundled_photos as bundled_photos
 from veca.model import Veca
+from veca.precision import check_precision, choose, recorded
 from veca.viz import numbers
 from veca.viz.default_weights import DEFAULT_WEIGHTS, FRESH, load_or_fresh
 from veca.viz.report import add_figure, add_numbers, draw_part
@@ -37,6 +38,8 @@ BUDGETS = (8, 16, 24, 32, 40, 48, 56, 64)
 # The figures of `veca viz report` that the page shows of every photo.
 PARTS = ("features", "agreement", "similarity", "attention-norm", "cores", "paths")
 _ENDS = ("similarity", "attention-norm")  # a row a budget: the smallest and the largest will do
+ROUGH = 0.3
+"""Times that scatter by more than this share are told to be rough."""
 _HEIGHT = 200  # of the pictures, in pixels
 
 
@@ -66,6 +69,22 @@ class Quickstart:
     rows: list[BudgetRow]
     dense_ms: float
     page: Path
+    precision: str = "fp32"
+    """What the model and the dense ViT computed in."""
+    reason: str = "asked for"
+    """Why it was this one."""
+    spread: float = 0.0
+    """The largest interquartile range of the times, as a share of its median."""
+
+    @property
+    def rough(self) -> str:
+        """What to know of times that scatter; empty where they do not."""
+        if not self.spread > ROUGH:
+            return ""
+        return (
+            f"The times are rough: repeats of one budget scatter by up to {self.spread:.0%} of "
+            "their median. Something else keeps this machine busy; measure again when it is idle."
+        )
 
 
 def quickstart(
@@ -75,6 +94,7 @@ def quickstart(
     weights: str | None = None,
     size: int = DEFAULT_SIZE,
     device: torch.device | str = "cpu",
+    precision: str = "fp32",
     progress: Callable[[str], None] = lambda line: None,
     command: str = "",
 ) -> Quickstart:
@@ -86,12 +106,17 @@ def quickstart(
             there are none.
         size: the short side of the photos and the side of the timed image, in pixels; the nearest
             multiple of the patch size is taken.
+        precision: "fp32", "bf16", "fp16", "int8", or "auto": see `veca.precision.choose`.
         command: what made the page, for its foot.
     """
-    name, model, fresh = load_or_fresh(weights, device)
-    budgets = viz.fitting_budgets(model, BUDGETS)
+    check_precision(precision, "auto")
+    name, plain, fresh = load_or_fresh(weights, device)
+    budgets = viz.fitting_budgets(plain, BUDGETS)
     # Photos would be fitted to the patch grid anyway; the timed image has to be of the same size.
-    size, _ = target_size(size, size, size, "resize", model.config.patch_size)
+    size, _ = target_size(size, size, size, "resize", plain.config.patch_size)
+    progress("choosing a precision")
+    model, reason = choose(plain, precision, size)
+    used = check_precision(recorded(model))
 
     views = []
     for path in photos or bundled_photos():
@@ -102,13 +127,15 @@ def quickstart(
         views.append(view)
 
     progress("timing beside a dense ViT")
-    times = _times(model, budgets, size, device)
+    times, spread = _times(plain, budgets, size, device, used)
     agreement = {c: _agreement(views, c, budgets[-1]) for c in budgets}
     rows = [
         BudgetRow(c, cost(model.config, size, c), times[f"veca {c}"], *agreement[c])
         for c in budgets
     ]
-    result = Quickstart(name, not fresh, size, rows, times["dense"], out / "index.html")
+    result = Quickstart(
+        name, not fresh, size, rows, times["dense"], out / "index.html", used, reason, spread
+    )
     _write_page(result, views, device, progress, command)
     return result
 
@@ -162,11 +189,20 @@ def _agreement(views: Sequence[viz.View], cores: int, full: int) -> tuple[float,
 
 
 def _times(
-    model: Veca, budgets: Sequence[int], size: int, device: torch.device | str
-) -> dict[str, float]:
-    plan = bench.BenchPlan(sizes=(size,), device=str(device), repeats=5, seconds=3.0, limit=30.0)
+    model: Veca, budgets: Sequence[int], size: int, device: torch.device | str, precision: str
+) -> tuple[dict[str, float], float]:
+    """Median times, and their largest relative spread."""
+    plan = bench.BenchPlan(
+        sizes=(size,),
+        device=str(device),
+        precisions=(precision,),
+        repeats=5,
+        seconds=3.0,
+        limit=30.0,
+    )
     rows = bench.bench(model, plan, cores=budgets)
-    return {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
+    times = {"dense" if r.model == bench.DENSE else f"veca {r.cores}": r.ms for r in rows}
+    return times, max((r.spread_ms / r.ms for r in rows if r.repeats > 1), default=0.0)
 
 
 def _write_page(
@@ -189,12 +225,14 @@ def _write_page(
     page.table(*table(result))
     page.text(
         f"{result.weights}, one image of {result.size} x {result.size} pixels, timed in turns with "
-        f"a dense ViT of the same width and depth on {where.gpu or where.cpu}, torch "
-        f"{where.torch}. Pairs: "
+        f"a dense ViT of the same width and depth, both in {result.precision}, on "
+        f"{where.gpu or where.cpu}, torch {where.torch}. Pairs: "
         "interactions of one layer. The last two columns are cosines with the full budget, over "
         "the photos below.",
         "small",
     )
+    if result.rough:
+        page.text(result.rough, "note")
     folder = result.page.parent
     model = views[0].model
     budgets = viz.fitting_budgets(model)
@@ -209,7 +247,7 @@ def _write_page(
     rows = numbers.measure(views, budgets)
     add_numbers(page, rows, folder, not result.trained, viz.default_layers(model))
     page.heading("Where to go from here")
-    page.text("All of this and more of a photo of yours, and the same live, with a slider:")
+    page.text("More figures, of any photo, and the same live, with sliders:")
     page.code("veca viz report PHOTO\nveca demo")
     page.made_by(command)
     page.write(result.page)

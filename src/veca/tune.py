@@ -33,20 +33,21 @@ from veca._util.files import (
     read_json,
     remove_leftovers,
 )
-from veca.bench import DTYPES, BenchPlan, take_turns
+from veca.bench import BenchPlan, take_turns
 from veca.checks import check_budget, check_keep, check_model
 from veca.embed.pipeline import checked_what, explained_out_of_memory
 from veca.embed.sources import Sources, drawn
-from veca.errors import InputError, SourceError, VecaError, at_least, check_choice
+from veca.errors import InputError, SourceError, VecaError, at_least
 from veca.images import check_size, preprocess
 from veca.model import Veca, evaluating
 from veca.points import OperatingPoint, machine_name
+from veca.precision import check_precision, in_precision
 
 __all__ = ["Candidate", "Measured", "Tuning", "Wish", "plot", "tune"]
 
 SIZES = (256, 384, 512)
 KEEPS = (1.0, 0.7, 0.5, 0.35)
-TUNED_PRECISIONS = ("float32", "bfloat16")
+TUNED_PRECISIONS = ("fp32", "bf16")
 PHOTOS = 12
 """Rounds."""
 LIMIT = 300.0
@@ -228,6 +229,7 @@ def tune(
             measured depends on their names alone.
         out: folder that keeps the measurements.
         cores: budgets; by default an eighth, a quarter, a half and all of the bank.
+        precisions: "fp32", "bf16", "fp16" (GPUs), "int8" (CPUs).
         what: ("cls",) measures what the global embedding alone takes, as `veca embed` computes it.
         batch_size: how often each photo stands in a batch.
         limit: no new round after so many seconds; one is always made.
@@ -242,7 +244,7 @@ def tune(
 
     check_model(model, "tune")
     candidates = _candidates(model, sizes, cores, keep, precisions)
-    reference = Candidate(max(sizes), model.config.num_cores, 1.0, "float32")
+    reference = Candidate(max(sizes), model.config.num_cores, 1.0, "fp32")
     wanted = checked_what(what)
     records = _Records(
         Path(out).expanduser() / MEASUREMENTS,
@@ -313,8 +315,9 @@ def _candidates(
             raise InputError(f"{name} is empty; give at least one.")
     for size in sizes:
         check_size(size, model.config.patch_size)
-    for precision in precisions:
-        check_choice("precision", precision, DTYPES)
+    precisions = [check_precision(precision) for precision in precisions]
+    if "int8" in precisions and model.device.type != "cpu":
+        raise InputError(f"int8 is for CPUs, and this model is on {model.device}; leave it out.")
     budgets = sorted({-(-bank // part) for part in (8, 4, 2, 1)}) if cores is None else cores
     budgets = [check_budget(budget, bank) for budget in budgets]
     shares = [check_keep(share) for share in keep]
@@ -329,7 +332,7 @@ class _Runs:
         self, model: Veca, what: Sequence[str], batch_size: int, reference: Candidate
     ) -> None:
         plain = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
-        self._models = {"float32": plain}
+        self._models = {"fp32": plain}
         self._what, self._batch, self._reference = tuple(what), batch_size, reference
         self._config = model.config
         self.device = model.device
@@ -356,7 +359,7 @@ class _Runs:
         found: dict[Candidate, dict[str, float | None]] = {}
         for one in candidates:
             tell(str(one))
-            inputs = images[one.size].to(DTYPES[one.precision])
+            inputs = images[one.size].to(self._model(one.precision).dtype)
             shape = (one, tuple(inputs.shape))
 
             def call(one: Candidate = one, inputs: Tensor = inputs) -> object:
@@ -372,8 +375,7 @@ class _Runs:
 
     def _model(self, precision: str) -> Veca:
         if precision not in self._models:
-            plain = copy.deepcopy(self._models["float32"])
-            self._models[precision] = plain.to(DTYPES[precision])
+            self._models[precision] = in_precision(copy.deepcopy(self._models["fp32"]), precision)
         return self._models[precision]
 
     def _run(self, one: Candidate, inputs: Tensor) -> Any:
@@ -385,7 +387,7 @@ class _Runs:
     def _features(
         self, one: Candidate, images: Mapping[int, Tensor]
     ) -> tuple[Tensor, Tensor | None]:
-        out = self._run(one, images[one.size][:1].to(DTYPES[one.precision]))
+        out = self._run(one, images[one.size][:1].to(self._model(one.precision).dtype))
         patches = None if self._what == ("cls",) else out.feature_map().float()
         return out.cls.float(), patches
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from conftest import SMALLEST
 from veca import create_model, save
@@ -35,6 +36,16 @@ def test_weights_are_loaded_once_and_say_whether_they_are_fresh(models):
         assert again is entry
     with models.use(FRESH_NAME) as fresh:
         assert fresh.fresh and fresh.model.config.width == 192
+
+
+def test_models_and_their_yardstick_compute_in_one_precision(weights):
+    with ModelCache([weights], precision="int8").use("weights") as entry:
+        assert not entry.fresh and entry.model.precision == entry.dense.precision == "int8"
+        images = torch.zeros(1, 3, 32, 32)
+        assert entry.dense(images).patches.shape == entry.model(images).patches.shape
+    auto = ModelCache([weights], precision="auto")
+    with auto.use("weights") as entry:
+        assert entry.model.precision == entry.dense.precision
 
 
 def test_paths_are_called_by_their_last_part(tmp_path, monkeypatch):

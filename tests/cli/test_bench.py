@@ -34,7 +34,7 @@ def test_table_csv_and_plot(run, weights, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the plot needs the extra viz")
     run(weights, *QUICK, "--cores", "2,8", "--out", tmp_path / "b")
     printed = capsys.readouterr().out
-    for text in ("mine, batch 1, cpu, float32, 1 thread", "dense", "veca, 2 cores", "peak MiB"):
+    for text in ("mine, batch 1, cpu, fp32, 1 thread", "dense", "veca, 2 cores", "peak MiB"):
         assert text in printed
     assert "veca, 8 cores: from 32 to 64 px time grows as N^" in printed
     assert "veca, 2 cores against dense: " in printed
@@ -56,6 +56,28 @@ def test_shares_of_tokens_take_turns_too(run, weights, tmp_path, capsys):
     ]  # fmt: skip
 
 
+def test_precisions_stand_beside_dense_in_the_same(run, weights, tmp_path, capsys):
+    run(weights, *QUICK, "--cores=8", "--precision", "float32,int8", "--out", tmp_path / "b")
+    printed = capsys.readouterr().out
+    assert "cpu, fp32, int8, 1 thread" in printed and "veca, 8 cores, int8 against" in printed
+    with (tmp_path / "b" / "bench.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    told = [(r["model"], r["precision"]) for r in rows]
+    assert told == 2 * [("dense", "fp32"), ("veca", "fp32"), ("dense", "int8"), ("veca", "int8")]
+    for dense, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert float(ours["speedup"]) == pytest.approx(
+            float(dense["ms"]) / float(ours["ms"]), rel=1e-4
+        )
+
+
+def test_the_old_name_of_precision_still_works(run, weights, tmp_path, capsys):
+    words = [*QUICK, "--no-dense", "--cores=8", "--out", tmp_path / "b"]
+    run(weights, *words, "--dtype", "bfloat16")
+    assert "--precision" in capsys.readouterr().err
+    with (tmp_path / "b" / "bench.csv").open() as file:
+        assert {row["precision"] for row in csv.DictReader(file)} == {"bf16"}
+
+
 def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run(weights, *QUICK, "--no-dense", "--out", tmp_path / "b")
@@ -71,6 +93,7 @@ def test_without_matplotlib_the_rest_is_there(run, weights, tmp_path, capsys, mo
         (("tiny", "--sizes", "100"), InputError, r"\[100\]"),
         (("tiny", "--cores", "65"), InputError, "cores"),
         (("tiny", "--dtype", "float8"), InputError, "'float8'"),
+        (("tiny", "--precision", "fp32,in8"), InputError, "'in8'.*int8"),
         (("tiny", "--device", "abacus"), InputError, "abacus"),
         (("tiny", "--keep", "0"), InputError, "keep"),
         (("tiny", "--keep", "0.5,1.5"), InputError, "keep"),

@@ -50,10 +50,27 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"veca {veca.__version__}, torch {version('torch')}\n"
 
 
+def test_info_of_a_model_with_few_cores(capsys, tmp_path):
+    model = veca.create_model(veca.VecaConfig(width=32, depth=2, heads=2, num_cores=4))
+    veca.save(model, tmp_path / "w")
+    assert main(["info", str(tmp_path / "w"), "--size", "64"]) == 0
+    assert "64" in capsys.readouterr().out
+
+
 def test_info_overview(capsys):
     assert main(["info"]) == 0
     out = capsys.readouterr().out
     assert "veca_small_patch16" in out and "21.6 M" in out and "Attention on" in out
+
+
+def test_info_says_what_auto_would_take(capsys, monkeypatch):
+    from veca import precision
+
+    for has, taken in (("", ""), "fp32"), (("AMX", ""), "bf16"), (("AMX", "VNNI"), "int8"):
+        monkeypatch.setattr(precision, "processor", lambda has=has: precision.Processor(*has))
+        assert main(["info", "--device", "cpu"]) == 0
+        said = capsys.readouterr().out
+        assert f"most likely {taken}" in said and all(how in said for how in has)
 
 
 def test_info_reproduces_the_published_figures(capsys):
@@ -109,6 +126,10 @@ def test_quickstart_on_a_photo(capsys, weights, photo, tmp_path, monkeypatch):
     assert (out / "index.html").is_file() and "dense ViT" in said
     # The nearest size on the patch grid; a long path of the weights may break the line.
     assert "64 x 64 px" in " ".join(said.split())
+    assert "precision " in said  # auto; which it took, and why, depends on the machine
+    assert main([*args, "--device", "cpu", "--precision", "int8"]) == 0
+    assert "precision int8: asked for" in capsys.readouterr().out
+    assert "both in int8" in (out / "index.html").read_text()
 
 
 _THERE = ("damaged.jpg", "empty", "file", "photo.jpg", "weights")
@@ -192,7 +213,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, photo, weights, tmp_path)
 
 READERS = (
     *("quickstart", "features", "viz", "demo", "pack", "distill", "probe", "embed", "search"),
-    *("tune", "calibrate", "quantize"),
+    *("tune", "calibrate", "quantize", "large", "read"),
 )
 
 
@@ -299,3 +320,12 @@ def test_help_groups_the_commands_as_the_readme_does():
         assert listed is not None, name
         for command in commands:
             assert re.search(rf"\b{command.__name__.rstrip('_')}\b", listed[0]), command.__name__
+
+
+def test_viz_wants_a_figure_and_then_photos(
+    photo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["viz", photo]) == 2
+    assert f"veca viz report {photo}" in capsys.readouterr().err
+    assert main(["viz", "cores"]) == 2
+    assert "no photo" in capsys.readouterr().err

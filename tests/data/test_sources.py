@@ -209,6 +209,7 @@ def test_a_source_is_passed_through_and_travels_to_workers(tmp_path: Path) -> No
         (lambda p: p / "empty.txt", r"empty\.txt"),
         (lambda p: p / "binary.txt", "UTF-8"),
         (lambda p: p / "nul.txt", "NUL"),
+        (lambda p: p / "long.txt", "there is no file"),
         (lambda p: p / "table.csv", r"table\.csv"),
         (lambda p: p / "shard.tar.gz", r"shard\.tar\.gz.*compressed"),
         (lambda p: "https://example.org/photos.tar", r"https://example\.org.*network"),
@@ -221,6 +222,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path, make, noun: str) -> None:
     (tmp_path / "list.txt").write_text("a.jpg\nb.jpg\n")
     (tmp_path / "empty.txt").write_text("\n# nothing\n")
     (tmp_path / "nul.txt").write_bytes(b"a\0b.jpg\n")
+    (tmp_path / "long.txt").write_text("x" * 100_000)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00\x81")
     (tmp_path / "table.csv").write_text("a,b")
     (tmp_path / "shard.tar.gz").write_bytes(b"\x1f\x8b")

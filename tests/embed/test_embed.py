@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -542,11 +543,19 @@ def test_a_shard_whose_first_rows_could_not_be_written_is_not_there(
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("damage", ["gone", "half"])
+@pytest.mark.parametrize("damage", ["gone", "half", "no array"])
 def test_a_folder_without_its_plan_is_refused(embed, images, tmp_path, damage):
     embed(images, tmp_path / "out")
     plan = tmp_path / "out" / "plan" / "000000.npz"
-    plan.unlink() if damage == "gone" else plan.write_bytes(plan.read_bytes()[:99])
+    if damage == "gone":
+        plan.unlink()
+    elif damage == "half":
+        plan.write_bytes(plan.read_bytes()[:99])
+    else:
+        ends = np.load(plan)["ends"]
+        np.savez(plan, ends=ends)
+        with zipfile.ZipFile(plan, "a") as members:
+            members.writestr("text", b"no array")
     with pytest.raises(InputError, match="list of images"):
         embed(images, tmp_path / "out")
 

@@ -46,6 +46,19 @@ class TestRemovedFolders:
         assert extract(model, images, out, size=32).images == 30
         assert len(list(out.rglob("*.npz"))) == 30
 
+    def test_of_features_at_the_very_end(self, model, images, tmp_path, monkeypatch):
+        (images / "0" / "bad.png").write_bytes(b"no image")
+        out = tmp_path / "out"
+
+        def write(path, failed):
+            if out.exists():
+                out.rename(tmp_path / "trash")
+            return write_failures(path, failed)
+
+        monkeypatch.setattr("veca.embed.writers.folder.write_failures", write)
+        with pytest.raises(OutputError, match="out"):
+            extract(model, images, out, size=32)
+
     def test_of_one_file_that_was_there_already(self, model, images, tmp_path):
         out = tmp_path / "out"
         extract(model, images, out, size=32)
@@ -194,7 +207,13 @@ class TestNames:
         write_failures(tmp_path / "failures.jsonl", failed)
         assert read_failures(tmp_path / "failures.jsonl") == dict(failed)
 
-    @pytest.mark.parametrize("damage", [b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"])
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            *(b"\xff\n", b"[" * 100_000, b'"path"\n', b"[]\n"),
+            b'{"path": "\\ud800", "reason": "x"}\n',
+        ],
+    )
     def test_a_damaged_list_is_written_anew(self, model, embed, images, tmp_path, damage):
         pytest.importorskip("pyarrow")
         (images / "0" / "bad.png").write_bytes(b"no image")

@@ -130,6 +130,15 @@ def temporary_beside(path: str | os.PathLike[str]) -> Iterator[Path]:
 _LEFT = re.compile(r"\..*\.(?P<process>\d+)-(?P<machine>[0-9a-f]{8})?[0-9a-f]{8}\.tmp", re.DOTALL)
 
 
+def check_written(paths: Iterable[Path]) -> None:
+    """Raise unless all that is said to be written is there: somebody may have removed it since."""
+    gone = [path for path in paths if not path.is_file()]
+    if gone:
+        raise OutputError(
+            f"{gone[0]} is gone: something else has changed its folder meanwhile; run it again."
+        )
+
+
 def remove_leftovers(paths: Iterable[Path]) -> None:
     """Remove, among `paths`, the temporary files of processes that were killed.
 

@@ -14,6 +14,7 @@ import torch
 from veca.dense import DenseVit
 from veca.errors import WeightsError, suggest
 from veca.model import Veca
+from veca.precision import check_precision, choose, in_precision, recorded
 from veca.viz.default_weights import DEFAULT_WEIGHTS, fresh_model, is_fresh
 from veca.weights import available, load
 
@@ -29,7 +30,7 @@ class LoadedModel:
     model: Veca
     fresh: bool
     dense: DenseVit
-    """The yardstick of the same size, with fresh weights: only its time is looked at."""
+    """The yardstick in the same size and precision, with fresh weights: for its time alone."""
     dense_ms: dict[tuple[int, int], float] = field(default_factory=dict)
     """Its measured time by (height, width) in pixels."""
 
@@ -40,8 +41,13 @@ class ModelCache:
     Of given paths only the last part is the name: visitors need not know the server's folders.
     """
 
-    def __init__(self, given: Sequence[str] = (), device: torch.device | str = "cpu") -> None:
-        self.device = device
+    def __init__(
+        self,
+        given: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        precision: str = "fp32",
+    ) -> None:
+        self.device, self.precision = device, precision
         # The bundled ones first: they are what a slow machine can follow a slider with.
         here = sorted(available(), key=lambda name: name != DEFAULT_WEIGHTS)
         self._sources = _named([*given, *here])
@@ -79,7 +85,9 @@ class ModelCache:
             model = load(self._sources[name], device=self.device)
         with torch.random.fork_rng(devices=[]):
             dense = DenseVit(model.config).to(self.device).eval()
-        return LoadedModel(name, model, is_fresh(model), dense)
+        fresh, model = is_fresh(model), choose(model, self.precision).model
+        dense = in_precision(dense, check_precision(recorded(model)))
+        return LoadedModel(name, model, fresh, dense)
 
 
 def _named(sources: Sequence[str]) -> dict[str, str]:

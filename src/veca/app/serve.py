@@ -34,6 +34,7 @@ def running(
     port: int | None = None,
     allow_hosts: Sequence[str] = (),
     device: torch.device | str = "cpu",
+    precision: str = "fp32",
     limits: Limits | None = None,
 ) -> Iterator[str]:
     """Serve the page until the block ends; gives its address.
@@ -49,6 +50,7 @@ def running(
         port: by default the first free one from 7860.
         allow_hosts: names, beside the page's own (`veca.app.hosts.AllowedHosts`), under which
             browsers may ask for it: "demo.example.org", or "localhost:8000" of a forwarded port.
+        precision: what models and the dense ViT compute in, as `veca.precision.choose` takes it.
     """
     limits = limits or Limits()
     with temporary_folder() as folder, _environment(str(folder)):
@@ -58,7 +60,7 @@ def running(
         with listen(host, port) as listener:
             names = AllowedHosts(host, listener.getsockname()[1], allow_hosts)
             uploads = Uploads(folder / "uploads")
-            handlers = Handlers(ModelCache(weights, device), limits, uploads, folder)
+            handlers = Handlers(ModelCache(weights, device, precision), limits, uploads, folder)
             app = _application(build_page(handlers, Visitors()), limits)
             with serving(Guard(app, names, uploads, folder, limits.file_bytes), listener):
                 yield address_of(host, listener)
@@ -95,10 +97,18 @@ def serve(
     port: int | None = None,
     allow_hosts: Sequence[str] = (),
     device: torch.device | str = "cpu",
+    precision: str = "fp32",
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve the page until interrupted or ended; `ready` is called with its address."""
-    served = running(weights, host=host, port=port, allow_hosts=allow_hosts, device=device)
+    served = running(
+        weights,
+        host=host,
+        port=port,
+        allow_hosts=allow_hosts,
+        device=device,
+        precision=precision,
+    )
     with served as address, _stop_signal() as stop:
         ready(address)
         with contextlib.suppress(KeyboardInterrupt):

@@ -19,6 +19,7 @@ from veca.bench.measure import (
 from veca.bench.report import (
     by_contender,
     plot,
+    precisions,
     scaling_exponent,
     scaling_sizes,
     write_csv,
@@ -39,6 +40,7 @@ __all__ = [
     "find_model",
     "machine",
     "plot",
+    "precisions",
     "race",
     "scaling_exponent",
     "scaling_sizes",

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,11 +29,13 @@ from veca.dense import DenseVit
 from veca.engine import compile_for_inference
 from veca.errors import InputError, check_choice, suggest
 from veca.model import Veca
+from veca.precision import check_precision, in_precision
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """What can be timed."""
 DENSE = "dense"
 """Name of the yardstick: the same network with full attention."""
+_Network = TypeVar("_Network", Veca, DenseVit)
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,14 @@ class Contender:
     """It replays CUDA graphs of its own, so `BenchPlan.graph` leaves it as it is."""
     keep: float = 1.0
     """The share of patch tokens that go on."""
+    precision: str = ""
+    """What it computes in; it is set beside the yardstick of the same precision."""
+    dtype: str | None = None
+    """Of the images that it takes; by default the plan's."""
 
     @property
     def label(self) -> str:
-        return _label(self.name, self.cores, self.keep)
+        return _label(self.name, self.cores, self.keep, self.precision)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,10 @@ class BenchPlan:
     batch: int = 1
     device: str = "cpu"
     dtype: str = "float32"
+    """Of the images, and of networks where `precisions` does not say what they compute in."""
+    precisions: tuple[str, ...] = ()
+    """What networks compute in ("fp32", "bf16", "fp16", "int8"), side by side, each beside the
+    dense network in the same precision."""
     threads: int | None = None
     """CPU threads while measuring; None leaves torch's setting."""
     repeats: int = 5
@@ -86,6 +97,8 @@ class BenchPlan:
         for size in self.sizes:
             _require_whole("sizes", size)
         check_choice("dtype", self.dtype, DTYPES)
+        precisions = tuple(dict.fromkeys(check_precision(name) for name in self.precisions))
+        object.__setattr__(self, "precisions", precisions)
         if self.graph and torch.device(self.device).type != "cuda":
             raise InputError(f"graph replay needs a CUDA device, got {self.device!r}.")
 
@@ -120,10 +133,12 @@ class BenchRow:
     error: str = ""
     keep: float = 1.0
     """The share of patch tokens that go on."""
+    precision: str = ""
+    """What it computes in; "" where only a dtype was asked for."""
 
     @property
     def label(self) -> str:
-        return _label(self.model, self.cores, self.keep)
+        return _label(self.model, self.cores, self.keep, self.precision)
 
 
 def bench(
@@ -206,29 +221,45 @@ def contenders_for(
 ) -> list[Contender]:
     """The dense yardstick (if wanted) and one contender a budget and share, on the plan's device.
 
-    On CUDA the inference engine joins, once for each; it compiles at each new size, which takes
-    seconds, before anything is timed.
+    All of this once for each of the plan's precisions. On CUDA the inference engine joins, once for
+    each; it compiles at each new size, which takes seconds, before anything is timed.
     """
-    device, dtype = torch.device(plan.device), DTYPES[plan.dtype]
-    contenders = []
+    points = [(budget, share) for budget in cores for share in keep]
+    contenders: list[Contender] = []
+    for precision in plan.precisions or ("",):
+        contenders += _contenders_in(precision, model, points, plan, dense)
+    return contenders
+
+
+def _contenders_in(
+    precision: str, model: Veca, points: list[tuple[int, float]], plan: BenchPlan, dense: bool
+) -> Iterator[Contender]:
+    """Those of `contenders_for` in one precision; "" is the plan's dtype."""
+    device = torch.device(plan.device)
+    ours = _in(precision, copy.deepcopy(model).to(device), plan)
+    as_all: dict[str, Any] = {
+        "precision": precision,
+        "dtype": str(ours.dtype).removeprefix("torch."),
+    }
     if dense:
         with _own_seed():
-            yardstick = DenseVit(model.config)
-        contenders.append(Contender(DENSE, yardstick.to(device, dtype).eval()))
-    ours = copy.deepcopy(model).to(device, dtype).eval()
-
-    points = [(budget, share) for budget in cores for share in keep]
+            yardstick = DenseVit(model.config).to(device)
+        yield Contender(DENSE, _in(precision, yardstick, plan), **as_all)
 
     def at(run: Callable[..., object], budget: int, share: float) -> Callable[[Tensor], object]:
         return lambda images: run(images, cores=budget, keep=share)
 
-    contenders += [Contender("veca", at(ours, c, k), c, keep=k) for c, k in points]
+    for c, k in points:
+        yield Contender("veca", at(ours, c, k), c, keep=k, **as_all)
     if device.type == "cuda":
-        engine = compile_for_inference(ours, dtype=dtype, cache=len(points))
-        contenders += [
-            Contender("veca engine", at(engine, c, k), c, own_graph=True, keep=k) for c, k in points
-        ]
-    return contenders
+        engine = compile_for_inference(ours, dtype=ours.dtype, cache=len(points))
+        for c, k in points:
+            yield Contender("veca engine", at(engine, c, k), c, own_graph=True, keep=k, **as_all)
+
+
+def _in(precision: str, network: _Network, plan: BenchPlan) -> _Network:
+    plain = network.to(DTYPES[plan.dtype]) if not precision else network.float()
+    return (in_precision(plain, precision) if precision else plain).eval()
 
 
 def race(
@@ -241,7 +272,8 @@ def race(
     progress: Callable[[str], None] | None = None,
     on_rows: Callable[[list[BenchRow]], None] | None = None,
 ) -> list[BenchRow]:
-    """Measure contenders side by side; see `bench`. `yardstick` is a contender's label.
+    """Measure contenders side by side; see `bench`. `yardstick` is a contender's label, or the
+    name of one in each precision.
 
     Each is run once before its time is taken, to warm up, to count its memory and to see that
     what it returns is finite. One that runs out of memory, or returns NaN, gets a row that says
@@ -250,14 +282,18 @@ def race(
     labels = [contender.label for contender in contenders]
     if not labels or len(set(labels)) < len(labels):
         raise InputError(f"contenders need different names or budgets, got {labels}.")
-    if yardstick is not None and yardstick not in labels:
+    yardsticks = {c.precision: c.label for c in contenders if yardstick in (c.name, c.label)}
+    if yardstick is not None and not yardsticks:
         raise InputError(f"unknown yardstick {suggest(yardstick, labels)}")
     rows = []
     with _threads(plan.threads), torch.inference_mode():
         for size in plan.sizes:
             trials = _race_at(contenders, size, channels, plan, progress or (lambda _: None))
-            base = trials[yardstick].median if yardstick else math.nan
-            batch = [_row(c, trials[c.label], size, plan, network, base) for c in contenders]
+            base = {name: trials[label].median for name, label in yardsticks.items()}
+            batch = [
+                _row(c, trials[c.label], size, plan, network, base.get(c.precision, math.nan))
+                for c in contenders
+            ]
             rows += batch
             if on_rows:
                 on_rows(batch)
@@ -287,12 +323,14 @@ def _race_at(
 ) -> dict[str, _Trial]:
     start = time.perf_counter()
     trials = {contender.label: _Trial() for contender in contenders}
-    images = None
+    images: dict[str, Tensor] = {}
     for contender in contenders:
         progress(f"{size} px: {contender.label}, first run")
         try:
-            images = _images(size, channels, plan) if images is None else images
-            trials[contender.label] = _prepare(contender, images, plan)
+            dtype = contender.dtype or plan.dtype
+            if dtype not in images:
+                images[dtype] = _images(size, channels, plan, DTYPES[dtype])
+            trials[contender.label] = _prepare(contender, images[dtype], plan)
         except Exception as error:
             trials[contender.label] = _Trial(error=_memory_error(error, plan))
     calls = {label: trial.call for label, trial in trials.items() if trial.call is not None}
@@ -335,10 +373,10 @@ def take_turns(
     return times
 
 
-def _images(size: int, channels: int, plan: BenchPlan) -> Tensor:
+def _images(size: int, channels: int, plan: BenchPlan, dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(plan.batch, channels, size, size, generator=generator)
-    return images.to(plan.device, DTYPES[plan.dtype])
+    return images.to(plan.device, dtype)
 
 
 def _prepare(contender: Contender, images: Tensor, plan: BenchPlan) -> _Trial:
@@ -425,7 +463,7 @@ def _row(
         size=size,
         batch=plan.batch,
         device=str(plan.device),
-        dtype=plan.dtype,
+        dtype=contender.dtype or plan.dtype,
         threads=torch.get_num_threads(),
         mode="graph" if plan.graph else "eager",
         repeats=len(times),
@@ -437,6 +475,7 @@ def _row(
         speedup=base / ms,
         error=trial.error,
         keep=contender.keep,
+        precision=contender.precision,
     )
 
 
@@ -460,9 +499,10 @@ def _own_seed() -> Iterator[None]:
         yield
 
 
-def _label(name: str, cores: int | None, keep: float) -> str:
+def _label(name: str, cores: int | None, keep: float, precision: str) -> str:
     parts = [name] if cores is None else [name, f"{cores} core{'s' * (cores != 1)}"]
-    return ", ".join(parts if keep == 1 else [*parts, f"keep {keep:g}"])
+    parts += [] if keep == 1 else [f"keep {keep:g}"]
+    return ", ".join(parts if precision in ("", "fp32") else [*parts, precision])
 
 
 def _require_whole(name: str, value: object) -> None:

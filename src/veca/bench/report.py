@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -57,6 +58,11 @@ def by_contender(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     return {label: groups[label] for label in dict.fromkeys(row.label for row in rows)}
 
 
+def precisions(rows: Sequence[BenchRow]) -> str:
+    """What rows were computed in, each once: for a title."""
+    return ", ".join(dict.fromkeys(row.precision or row.dtype for row in rows))
+
+
 def write_csv(path: str | Path, rows: Sequence[BenchRow], where: Machine) -> None:
     """One line a row, the machine's facts as further columns; NaN and None are empty cells."""
     names = [field.name for field in (*fields(BenchRow), *fields(Machine))]
@@ -90,11 +96,13 @@ def plot(path: str | Path, rows: Sequence[BenchRow], where: Machine) -> None:
 
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     left, right = figure.subplots(1, 2)
-    others = 0
+    others, yardsticks = 0, iter(itertools.cycle(("--", ":", "-.")))
     for label, group in by_contender(rows).items():
         dense = group[0].model == DENSE
-        style: dict[str, Any] = {"color": "black", "linestyle": "--", "marker": "s"}
-        if not dense:
+        style: dict[str, Any] = {"color": "black", "marker": "s"}
+        if dense:
+            style["linestyle"] = next(yardsticks)
+        else:
             style = {
                 "color": _COLOURS[others % len(_COLOURS)],
                 "marker": _MARKERS[others % len(_MARKERS)],
@@ -121,6 +129,6 @@ def plot(path: str | Path, rows: Sequence[BenchRow], where: Machine) -> None:
         axis.legend(fontsize=9)
     threads = "" if where.gpu else f", {rows[0].threads} thread{'s' * (rows[0].threads != 1)}"
     device = where.gpu or where.cpu
-    figure.suptitle(f"{rows[0].network}, {rows[0].dtype}, {device}{threads}", fontsize=11)
+    figure.suptitle(f"{rows[0].network}, {precisions(rows)}, {device}{threads}", fontsize=11)
     with atomic_write(path, "wb") as file:
         figure.savefig(file, format="png", dpi=150)

@@ -15,6 +15,7 @@ from veca.cli.common import (
     parse_keeps,
     parse_numbers,
     pick_device,
+    renamed,
     writable_folder,
 )
 from veca.errors import MissingExtraError
@@ -45,7 +46,14 @@ def bench(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Images in a batch.")] = 1,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="fp32, bf16, fp16, int8 (CPU); several side by side, each beside dense attention "
+            "in the same."
+        ),
+    ] = "fp32",
+    dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
     threads: Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds at each size, at least.")] = 5,
     seconds: Annotated[
@@ -70,11 +78,15 @@ def bench(
     """
     from veca import bench as library
 
+    if dtype is not None:
+        precision = dtype
+        renamed("--dtype", "--precision")
+    precisions = tuple(part.strip() for part in precision.split(",") if part.strip())
     plan = library.BenchPlan(
         sizes=tuple(parse_numbers(sizes, "--sizes")),
         batch=batch,
         device=str(pick_device(device)),
-        dtype=dtype,
+        precisions=precisions or (precision,),
         threads=threads,
         repeats=repeats,
         seconds=seconds,
@@ -122,8 +134,10 @@ def bench(
 def _table(rows: list[BenchRow]) -> Table:
     from rich.table import Table
 
+    from veca import bench as library
+
     first = rows[0]
-    title = f"{first.network}, batch {first.batch}, {first.device}, {first.dtype}"
+    title = f"{first.network}, batch {first.batch}, {first.device}, {library.precisions(rows)}"
     if first.device == "cpu":
         title += f", {first.threads} thread{'s' * (first.threads != 1)}"
     note = "peak MiB: tensors alive at once in one run, weights and input apart"

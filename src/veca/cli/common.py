@@ -89,6 +89,13 @@ Dtype = Annotated[str, typer.Option(help="Of the written features: float16, floa
 Precision = Annotated[
     str, typer.Option(help="What the model computes in: fp32, bf16, fp16 (GPU), int8 (CPU).")
 ]
+AutoPrecision = Annotated[
+    str,
+    typer.Option(
+        help="What the model computes in: fp32, bf16, fp16 (GPU), int8 (CPU), or auto: on a CPU "
+        "the fastest that agrees with fp32."
+    ),
+]
 BatchSize = Annotated[
     int, typer.Option(min=1, help="Images of one size that are computed together, at most.")
 ]

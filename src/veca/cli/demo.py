@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from veca.cli.common import Device, Threads, console, pick_device
+from veca.cli.common import AutoPrecision, Device, Threads, console, pick_device, say
 
 
 def demo(
@@ -38,6 +38,7 @@ def demo(
         int | None, typer.Option(min=1, max=65535, show_default="the first free one from 7860")
     ] = None,
     browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    precision: AutoPrecision = "auto",
     device: Device = "auto",
     threads: Threads = None,
 ) -> None:
@@ -51,7 +52,11 @@ def demo(
     import torch
 
     from veca.app.serve import serve
+    from veca.precision import check_precision, expected
 
+    place = pick_device(device)
+    if check_precision(precision, "auto") == "auto":
+        say(f"precision auto: most likely {': '.join(expected(place))}")
     if threads is not None:
         torch.set_num_threads(threads)
 
@@ -80,6 +85,7 @@ def demo(
             host=host,
             port=port,
             allow_hosts=allow_host or (),
-            device=pick_device(device),
+            device=place,
+            precision=precision,
             ready=started,
         )

@@ -11,7 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from veca.cli.common import Device, console, parse_keeps, parse_numbers, pick_device
+from veca.cli.common import Device, console, parse_keeps, parse_numbers, pick_device, say
 
 if TYPE_CHECKING:
     from veca.config import VecaConfig
@@ -52,7 +52,7 @@ def info(
         _overview(device)
         return
     sizes = parse_numbers(_SIZES if size is None else size, "--size")
-    budgets = parse_numbers(_BUDGETS if cores is None else cores, "--cores")
+    budgets = None if cores is None else parse_numbers(cores, "--cores")
     shares = [1.0] if keep is None else parse_keeps(keep)
     _costs(model, sizes, budgets, shares, 2 if half else 4)
 
@@ -62,6 +62,7 @@ def _overview(device: str) -> None:
 
     from veca import PRESETS, __version__, cost
     from veca.attention import default_backend
+    from veca.precision import expected
     from veca.weights import available
 
     presets = Table(title=f"veca {__version__}, torch {torch.__version__}: presets")
@@ -82,12 +83,14 @@ def _overview(device: str) -> None:
     place = pick_device(device)
     choice = default_backend(place)
     console.print(f"Attention on {place}: {choice.backend} ({choice.reason})")
+    precision, reason = expected(place)
+    say(f"Precision auto on {place}: most likely {precision} ({reason})")
 
 
 def _costs(
     model: str | None,
     sizes: list[int],
-    budgets: list[int],
+    asked: list[int] | None,
     shares: Sequence[float | str],
     number: int,
 ) -> None:
@@ -98,12 +101,13 @@ def _costs(
     models = [(name, config) for name, config in PRESETS.items()]
     if model is not None:
         models = [describe_config(model)]
-    for _, config in models:  # before the first table: nothing is shown of what cannot be
+    budgets = {name: asked or _usual_budgets(config.num_cores) for name, config in models}
+    for name, config in models:  # before the first table: nothing is shown of what cannot be
         for size in sizes:
-            for budget, share in product(budgets, shares):
+            for budget, share in product(budgets[name], shares):
                 cost(config, size, budget, keep=share)
     for name, config in models:
-        console.print(_table(name, config, sizes, budgets, shares, number))
+        console.print(_table(name, config, sizes, budgets[name], shares, number))
     console.print(
         "For one image. N: patches. "
         + ("Keep: the share of them that go on as tokens after merging. " * (shares != [1]))
@@ -113,6 +117,12 @@ def _costs(
         "attention, not compiled.",
         style="dim",
     )
+
+
+def _usual_budgets(num_cores: int) -> list[int]:
+    """Those of the default that a model has, or all that it has."""
+    usual = parse_numbers(_BUDGETS, "--cores")
+    return [budget for budget in usual if budget <= num_cores] or [num_cores]
 
 
 def _table(

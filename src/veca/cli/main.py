@@ -119,7 +119,7 @@ _POINTS: dict[Any, PointOptions] = {
         "size": ("sizes", str),
         "cores": ("cores", str),
         "keep": ("keep", str),
-        "precision": ("dtype", str),
+        "precision": ("precision", str),
     },
 }
 """What a point stands for in each command: its fields as the parameters are written."""

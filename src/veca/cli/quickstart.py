@@ -10,11 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from veca.cli.common import (
+    AutoPrecision,
     Device,
     command_line,
     console,
     find_photos,
     pick_device,
+    say,
     writable_folder,
 )
 from veca.config import DEFAULT_SIZE
@@ -35,6 +37,7 @@ def quickstart(
     size: Annotated[
         int, typer.Option(help="Short side of the photos, in pixels; fitted to the patch grid.")
     ] = DEFAULT_SIZE,
+    precision: AutoPrecision = "auto",
     device: Device = "auto",
 ) -> None:
     """Run photos at every budget, time them beside a dense ViT, and write a page of pictures."""
@@ -49,6 +52,7 @@ def quickstart(
             weights=weights,
             size=size,
             device=place,
+            precision=precision,
             progress=lambda line: status.update(line),
             command=command_line(context),
         )
@@ -59,6 +63,9 @@ def quickstart(
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
+    if result.rough:
+        console.print(result.rough, soft_wrap=True, markup=False, highlight=False)
+    say(f"precision {result.precision}: {result.reason}")
     if not result.trained:
         console.print(library.FRESH, style="yellow")
     console.print(f"Page: {result.page}", soft_wrap=True, markup=False)

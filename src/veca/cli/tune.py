@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from veca._util import numbers
+from veca._util.files import check_written
 from veca.cli.common import (
     Device,
     Images,
@@ -55,8 +56,8 @@ def tune(
     ] = None,
     keep: Annotated[str, typer.Option(help="Shares of patch tokens to try.")] = "1,0.7,0.5,0.35",
     precisions: Annotated[
-        str, typer.Option(help="What to compute in: float32, bfloat16, float16.")
-    ] = "float32,bfloat16",
+        str, typer.Option(help="What to compute in: fp32, bf16, fp16 (GPU), int8 (CPU).")
+    ] = "fp32,bf16",
     what: What = "cls,patches",
     count: Annotated[
         int, typer.Option("--photos", min=1, help="How many of the photos to measure on.")
@@ -131,7 +132,9 @@ def tune(
         written.append(out / "tune.png")
     except MissingExtraError as error:
         say(f"no plot: {error}")
-    say(f"wrote {', '.join(map(str, [*written, out / library.MEASUREMENTS]))}")
+    written.append(out / library.MEASUREMENTS)
+    check_written(written)
+    say(f"wrote {', '.join(map(str, written))}")
 
 
 def parse_latency(text: str) -> float:

@@ -40,8 +40,11 @@ def viz(
         ),
     ],
     photos: Annotated[
-        list[str], typer.Argument(help="Image files, folders and patterns.", show_default=False)
-    ],
+        list[str] | None,
+        typer.Argument(
+            help="Image files, folders and patterns.", show_default=False, metavar="PHOTOS..."
+        ),
+    ] = None,
     out: Annotated[
         Path,
         typer.Option(help="A folder; or, for one figure, a file ending in .png, .svg or .html."),
@@ -109,11 +112,19 @@ def viz(
     from veca.viz.catalogue import is_file_name, output_format
     from veca.viz.default_weights import FRESH, load_or_fresh
 
+    known = [*library.FIGURES, "report", "large"]
+    if figure not in known and Path(figure).exists():
+        raise InputError(
+            f"{figure}: the figure comes first, as in veca viz report {figure}; figures: "
+            f"{', '.join(known)}."
+        )
+    if figure not in known:
+        raise InputError(f"unknown figure {suggest(figure, known)}")
+    if not photos:
+        raise InputError(f"no photo to draw; give one, as in veca viz {figure} photo.jpg.")
     if figure == "large":
         _large(photos, out, openseadragon)
         return
-    if figure != "report" and figure not in library.FIGURES:
-        raise InputError(f"unknown figure {suggest(figure, [*library.FIGURES, 'report', 'large'])}")
     if figure == "report" and (is_file_name(out) or format not in (None, "html")):
         raise InputError("a report is a folder with a page in it; give --out a folder.")
     output_format(out, format)

@@ -18,7 +18,8 @@ class Names(Sequence[str]):
     """An immutable sequence of strings, kept as UTF-8 bytes and the end of each."""
 
     def __init__(self, text: NDArray[np.uint8], ends: NDArray[np.int64]) -> None:
-        if ends.ndim != 1 or text.ndim != 1 or (len(ends) and int(ends[-1]) != len(text)):
+        lists = all(isinstance(x, np.ndarray) and x.ndim == 1 for x in (text, ends))
+        if not lists or (len(ends) and int(ends[-1]) != len(text)):
             raise DataError("names: the bytes and the ends do not belong together.")
         self.text, self.ends = text, ends
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -23,6 +24,7 @@ from veca.images.find import natural_key, no_images
 
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 _MOST_BRACES = 1_000_000
+_LONGEST_NAME = 4096  # characters that a message shows
 _LOOKED_AT = 16
 
 
@@ -283,12 +285,20 @@ def _listed(names: list[str], folder: Path, what: str, *, look_at: int = _LOOKED
     # Asking for every file takes minutes on a network drive; one that is missing is skipped and
     # counted later. A list read from the wrong place, though, should be known at once.
     looked_at = np.unique(np.linspace(0, len(source) - 1, look_at).astype(int))
-    if not any(Path(source.name(int(i))).exists() for i in looked_at):
-        fault = f"none of the {len(looked_at)} files looked at exists, such as {source.name(0)}"
+    if not any(_exists(source.name(int(i))) for i in looked_at):
+        first = source.name(0)
+        first = first if len(first) <= _LONGEST_NAME else f"{first[:_LONGEST_NAME]}..."
+        fault = f"none of the {len(looked_at)} files looked at exists, such as {first}"
         if len(source) == 1:
-            fault = f"there is no file {source.name(0)}"
+            fault = f"there is no file {first}"
         raise DataError(f"{what}: {fault}; paths are taken relative to {source.folder}.")
     return source
+
+
+def _exists(name: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # too long, or what no file can be called
+        return Path(name).exists()
+    return False
 
 
 def _read(name: str) -> bytes:

@@ -50,6 +50,7 @@ from veca.images import Source, read_image
 from veca.model import Veca, evaluating
 from veca.precision import in_precision
 from veca.weights import load, weights_hash
+from veca.weights.store import file_hash
 
 Vector: TypeAlias = "NDArray[Any] | torch.Tensor"
 Folder: TypeAlias = "str | os.PathLike[str]"
@@ -214,19 +215,21 @@ class Collection:
         if self._index is None:
             library = require("usearch.index", "searching by an index (not exact)")
             path = self.folder / f"index-{self._fingerprint()}.usearch"
-            self._index = _opened(library, path, len(self)) or self._build(library, path)
-            self.recall = self._known_recall(path.with_suffix(".json"))
+            facts = _facts_of(path)
+            self._index = _opened(library, path, len(self), facts.get("sha256"))
+            if self._index is None:
+                self._index, facts = self._build(library, path), {}
+            self.recall = self._known_recall(path, facts)
         return self._index
 
-    def _known_recall(self, path: Path) -> float:
-        """That of the index, measured once and kept beside it."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return float(from_json(path.read_text("utf-8"))["recall"])
+    def _known_recall(self, path: Path, facts: dict[str, Any]) -> float:
+        """That of the index, measured once and kept beside it with its hash."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return float(facts["recall"])
         recall = self._measured_recall()
-        facts = {"recall": recall, "queries": _RECALL_OF, "neighbours": _RECALL_TOP}
-        if path.with_suffix(".usearch").exists():
-            with contextlib.suppress(OutputError):
-                atomic_write_json(path, facts)
+        with contextlib.suppress(VecaError, OSError):  # no room for it: known in this run alone
+            facts = {"recall": recall, "queries": _RECALL_OF, "neighbours": _RECALL_TOP}
+            atomic_write_json(path.with_suffix(".json"), {"sha256": file_hash(path), **facts})
         return recall
 
     def _measured_recall(self) -> float:
@@ -441,9 +444,20 @@ def _best(scores: NDArray[Any], top: int) -> NDArray[Any]:
     return np.argsort(-scores, axis=-1, kind="stable")[..., :top]
 
 
-def _opened(library: Any, path: Path, rows: int) -> Any:
-    """The index in a file, where it lies; None if there is none, or none that is whole."""
-    if not path.is_file():
+def _facts_of(index: Path) -> dict[str, Any]:
+    """What is known of an index, from the file beside it."""
+    with contextlib.suppress(OSError, ValueError):
+        facts = from_json(index.with_suffix(".json").read_text("utf-8"))
+        return facts if isinstance(facts, dict) else {}
+    return {}
+
+
+def _opened(library: Any, path: Path, rows: int, sha256: object) -> Any:
+    """The index in a file, where it lies; None if there is none, or none that is whole.
+
+    Its library trusts what it reads, and a damaged file may end the process.
+    """
+    if not path.is_file() or file_hash(path) != sha256:
         return None
     try:
         index = library.Index.restore(str(path), view=True)

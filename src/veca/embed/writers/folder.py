@@ -166,6 +166,7 @@ class FolderWriter:
 
     def finish(self) -> None:
         self._writes.finish()
+        self.write_failures()  # before the check: it would make a folder that has been removed
         self._check()
         if self._is_of_0_1:
             (self._out / _OLD_FAILURES).unlink(missing_ok=True)
@@ -264,7 +265,7 @@ def _difference(name: str, there: object, here: object) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # a damaged list may name what no system can
         state_of(path)
         return True
     return os.path.lexists(path)  # a link that leads nowhere

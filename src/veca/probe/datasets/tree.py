@@ -34,8 +34,8 @@ class Tree:
         if not root.is_dir():
             fault = "is a file" if root.exists() else "no such folder"
             raise DatasetError(
-                f"{root}: {fault}; expected the root folder of the dataset {info.name!r}, which "
-                f"comes from {info.where}",
+                f"{root}: {fault}; expected the root folder of the dataset {info.name!r} "
+                f"(where to get it: {info.where})",
                 missing=["."],
             )
 
@@ -77,8 +77,9 @@ class Tree:
     def missing(self, names: Sequence[str]) -> DatasetError:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
         return DatasetError(
-            f"{self.root}: not a complete {self.info.name!r} dataset, missing {shown}; it comes "
-            f"from {self.info.where}; `veca datasets {self.info.name}` shows the layout",
+            f"{self.root}: not a complete {self.info.name!r} dataset, missing {shown} "
+            f"(where to get it: {self.info.where}); `veca datasets {self.info.name}` shows the "
+            "layout",
             missing=names,
         )
 
