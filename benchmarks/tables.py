@@ -263,16 +263,17 @@ def calibrated_cores(rows: Rows) -> str:
 
 def auto(rows: Rows) -> str:
     """A line a promise, on photos that calibrated nothing: kept, and times over the full pass."""
-    header = ["", "promise", "photos", "keep it", "mean `keep` (fixed)",
-              "work saved (by the oracle)", "alone: fixed", "auto", "oracle", "in batches: fixed",
-              "auto", "oracle"]  # fmt: skip
+    header = ["", "promise", "photos", "keep it", "mean `keep` (fixed)", "work", "saved",
+              "by the oracle"]  # fmt: skip
+    times = ["alone: fixed", "auto", "oracle", "in batches: fixed", "auto", "oracle"]
+    timed = any(r["auto time alone"] for r in rows)
     ways = ("fixed", "auto", "oracle")
 
     def saved(r: Mapping[str, str], way: str) -> str:
         return f"{1 - float(r[way]) / float(r['fixed work']):.1%}"
 
     return table(
-        header,
+        [*header, *(times if timed else ())],
         [
             [
                 f"{r['weights']}, {r['size']} px",
@@ -280,11 +281,14 @@ def auto(rows: Rows) -> str:
                 r["photos"],
                 f"{float(r['kept']):.1%}",
                 f"{float(r['mean']):.2f} ({float(r['fixed']):g})",
-                f"{saved(r, 'work')} ({saved(r, 'oracle work')})",
+                f"{float(r['work']):.3f}",
+                saved(r, "work"),
+                saved(r, "oracle work"),
                 *(
                     f"{float(time):.3f}" if (time := r[f"{way} time {where}"]) else ""
                     for where in ("alone", "in batches")
                     for way in ways
+                    if timed
                 ),
             ]
             for r in rows
