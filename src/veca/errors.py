@@ -127,6 +127,10 @@ class DatasetError(VecaError, ValueError):
         self.missing = tuple(missing)
 
 
+class GateError(WeightsError):
+    """Weights in int8 that agree too little with those they were made from."""
+
+
 class ExportError(VecaError, RuntimeError):
     """A model that cannot be exported, or a file that does not do what the model does."""
 

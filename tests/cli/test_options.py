@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import veca
 from conftest import SMALLEST
-from veca.cli.common import command_line, parse_keep, parse_keeps, say_hint
+from veca.cli.common import command_line, parse_keep, parse_keeps
 from veca.cli.main import app, main
 from veca.errors import InputError
 
@@ -86,7 +86,7 @@ def test_embed(reached, photos, tmp_path):
         "width": "native", "pca": 4, "dtype": "float32", "keep": 0.5, "agreement": 0.98,
         "precision": "bfloat16", "batch_size": 5, "workers": 2, "shard_rows": 7, "fast_jpeg": True,
         "device": "cpu", "threads": 1, "engine": "ray", "address": "here", "retry_failed": True,
-        "on_error": "raise", "overwrite": True, "on_model": say_hint,
+        "on_error": "raise", "overwrite": True,
     }  # fmt: skip
 
 

@@ -53,7 +53,6 @@ def address(model, onnx_int8, runtime, tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "export_model", copied)
-        patch.setattr(web, "find_runtime", lambda _: runtime)
         site = export_web(model, folder / "site", name="small").path
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -10,12 +10,12 @@ import torch
 
 import veca
 from veca import VecaConfig, create_model
-from veca.errors import InputError, WeightsError
+from veca.errors import GateError, InputError, WeightsError
 from veca.images.bundled import bundled_photos
 from veca.model import Veca
 from veca.precision import at_precision
 from veca.quantization import Agreement
-from veca.weights.quantized import REPORT, GateError, quantize, report_table
+from veca.weights.quantized import REPORT, quantize, report_table
 
 PHOTOS = bundled_photos()[:1]
 

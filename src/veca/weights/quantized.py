@@ -11,7 +11,7 @@ import torch
 
 from veca._util.files import atomic_write_json, place_for
 from veca.checks import check_budget, check_model
-from veca.errors import InputError, WeightsError
+from veca.errors import GateError, InputError
 from veca.images import Source
 from veca.model import Veca
 from veca.precision import at_precision
@@ -30,10 +30,6 @@ from veca.weights.models import load
 REPORT = "quantization.json"
 _LAYER_PHOTOS = 4
 _NAMED = 4
-
-
-class GateError(WeightsError):
-    """Weights in int8 that agree too little with those they were made from."""
 
 
 @dataclass(frozen=True)
