@@ -77,6 +77,7 @@ def test_a_small_race_on_this_cpu(tmp_path, capsys):
     assert set(read("cpu")[0]) <= set(rows[0])
 
 
+@pytest.mark.slow
 def test_merging_beside_fewer_cores_and_smaller_images(tmp_path, monkeypatch):
     monkeypatch.setattr(elastic, "SIZES", (128, 1024))
     words = ["elastic", "--photos", str(PHOTOS), "--weights", "tiny"]

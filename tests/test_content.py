@@ -314,6 +314,7 @@ def photos(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_calibrating_measures_what_the_model_loses(photos, tmp_path):
     torch.manual_seed(0)
     model = create_model(CONFIG).eval()
@@ -356,6 +357,7 @@ def _stop_at(number):
     return progress
 
 
+@pytest.mark.slow
 def test_the_command_writes_beside_the_weights(photos, tmp_path, capsys):
     torch.manual_seed(0)
     folder = veca.save(create_model(CONFIG), tmp_path / "mine")

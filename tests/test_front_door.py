@@ -22,6 +22,7 @@ def test_the_command_answers_without_heavy_imports(option: str) -> None:
     assert done.stderr.strip() == "" and "veca" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_needs_no_more_than_its_own_libraries() -> None:
     """`import veca` and its first use take little time beside `import torch`.
 
@@ -44,6 +45,7 @@ def test_every_public_name_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", ["images", "weights", "model", "embed", "probe", "collections"])
+@pytest.mark.slow
 def test_modules_are_there_without_another_import(name: str) -> None:
     code = f"import veca; print(veca.{name}.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -55,6 +57,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         veca.lode  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_function_and_its_module_share_a_name() -> None:
     code = "import veca.cost, veca; print(veca.cost('tiny', size=64).grid)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

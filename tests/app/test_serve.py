@@ -80,6 +80,7 @@ def test_being_asked_to_end_is_heard():
 
 
 @needs_gradio
+@pytest.mark.slow
 def test_wrong_weights_are_told_before_anything_is_served():
     with pytest.raises(WeightsError, match="no-such-weights"), running(["./no-such-weights"]):
         pass

@@ -69,12 +69,14 @@ def _closed(connection, seconds=20.0, feed=b""):
         ),
     ],
 )
+@pytest.mark.slow
 def test_idle_connections_are_dropped(address, sent, feed):
     with socket.create_connection(address) as connection:
         connection.sendall(sent)
         assert _closed(connection, feed=feed)
 
 
+@pytest.mark.slow
 def test_clients_that_do_not_read_are_dropped(address):
     with socket.create_connection(address) as connection:
         connection.sendall(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -90,6 +92,7 @@ def test_clients_that_do_not_read_are_dropped(address):
         assert received < 64 * 2**20
 
 
+@pytest.mark.slow
 def test_a_client_has_so_many_connections_and_no_more(address, monkeypatch):
     monkeypatch.setattr(Connection, "head_seconds", 30.0)
     monkeypatch.setattr(Connection, "most_of_a_client", 5)

@@ -41,6 +41,7 @@ def test_what_is_written(stages, tmp_path) -> None:
     assert card.startswith("---\n") and "# first" in card and "five photos" in card
 
 
+@pytest.mark.slow
 def test_results_go_into_the_card(stages, tmp_path, capsys) -> None:
     (tmp_path / "reached.md").write_text("10-NN **50 %**\n")
     words = ["publish", str(stages / "one" / "final"), "--out", str(tmp_path / "ready")]

@@ -343,6 +343,7 @@ def test_a_folder_left_without_manifest_goes_on(embed, images, tmp_path):
         embed(images, out)
 
 
+@pytest.mark.slow
 def test_two_runs_at_a_time_are_refused(embed, images, weights, tmp_path):
     command = [sys.executable, "-c", KILLED, str(images), str(tmp_path / "out"), str(weights), "2"]
     with locked(tmp_path / "out"):

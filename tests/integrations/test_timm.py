@@ -123,6 +123,7 @@ def test_the_head_takes_the_budget_of_the_tokens(model, images):
         model.forward_head(tokens[:, :8].clone())
 
 
+@pytest.mark.slow
 def test_compiling_takes_a_budget(model, images):
     model.reset_classifier(0, "avg")
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -209,6 +209,8 @@ class TestPlot:
 
     def test_an_axis_of_scores_does_not_go_below_zero(self):
         assert limits([0.3, 2.7], [None, None], percent=True)[0] == 0
+        low, high = limits([99.0, 100.0], [(95.0, 100.0), None], percent=True, most=100.0)
+        assert 100 < high < 101 and low < 95
         assert limits([0.0], [(0.0, 0.0)], percent=False)[1] > 0
 
     def test_old_records_are_drawn_and_said_to_have_no_intervals(self):

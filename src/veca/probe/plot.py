@@ -38,8 +38,8 @@ PAIRED = (
 )
 SOME_WITHOUT = "Some rows come from records without intervals."
 WITHOUT = (
-    "These records hold no intervals, so small differences may be chance; a new run of "
-    "`veca probe` draws them."
+    "These records hold no intervals, so small differences may be chance. A new run of "
+    "`veca probe` draws them, but for a perfect score, which has none."
 )
 
 
@@ -79,13 +79,20 @@ def _by_share(rows: Sequence[Row]) -> bool:
 
 
 def limits(
-    values: Sequence[float], intervals: Sequence[Interval | None], *, percent: bool
+    values: Sequence[float],
+    intervals: Sequence[Interval | None],
+    *,
+    percent: bool,
+    most: float | None = None,
 ) -> tuple[float, float]:
     """The ends of an axis that shows all values and intervals without zooming into noise.
 
     The axis is at least two and a half times as high as a typical interval is wide, so that a
     difference within it looks small. Where no interval is known it shows at least ten points of a
     percentage, or a tenth of the largest error.
+
+    Args:
+        most: what no value can exceed; the axis ends a mark's height above it.
     """
     known = [one for one in intervals if one is not None and one[1] > one[0]]
     ends = [*values, *(end for one in known for end in one)]
@@ -95,6 +102,8 @@ def limits(
     reach = max(1.12 * (high - low), _WIDTHS * typical, least, 1e-9)
     middle = (low + high) / 2
     low, high = middle - reach / 2, middle + reach / 2
+    if most is not None and high > most + reach / 50:
+        low, high = low - (high - most - reach / 50), most + reach / 50
     if low < 0:
         low, high = 0.0, high - low
     return low, high
@@ -163,7 +172,12 @@ def _charts(runs: Sequence[Run]) -> list[_Chart]:
         return _scaled(row.interval, scale)
 
     title = metric_title(run.metric) + ("" if run.higher_is_better else " (lower is better)")
-    ends = limits([score(r) for r in rows], [interval(r) for r in rows], percent=percent)
+    ends = limits(
+        [score(r) for r in rows],
+        [interval(r) for r in rows],
+        percent=percent,
+        most=100.0 if percent else None,
+    )
 
     def chart(cost: str, text: str) -> _Chart:
         name = f"{title} against {text}" if cost else title
