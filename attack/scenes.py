@@ -118,6 +118,21 @@ def _left_by_tune(out: Path) -> object:
     return {"names": ",".join(names), "measurements": digest(dict(sorted(agreed.items())))}
 
 
+def _calibrate(home: Path, out: Path) -> Work:
+    return command(
+        ["calibrate", home / "w", "--data", home / "photos", "--out", out, "--sizes", "32",
+         "--photos", "20", "--threads", "1"]
+    )  # fmt: skip
+
+
+def _left_by_calibrate(out: Path) -> object:
+    """Without what is said about it, such as the date."""
+    kept = out / "calibration.json"
+    table = json.loads(kept.read_text()) if kept.is_file() else {}
+    names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*"))
+    return {"names": ",".join(names), "sizes": digest(table.get("sizes"))}
+
+
 def _prepare_large(home: Path) -> None:
     veca.save(model(), home / "w")
     rng = np.random.default_rng(0)
@@ -186,6 +201,7 @@ SCENES: Mapping[str, Scene] = {
     "pack": Scene(_photos(120), _pack, _bytes),
     "distill": Scene(_prepare_distill, _distill, _left_by_distill),
     "tune": Scene(_photos(8), _tune, _left_by_tune),
+    "calibrate": Scene(_photos(24), _calibrate, _left_by_calibrate),
     "large": Scene(_prepare_large, _large, _bytes),
     "probe": Scene(_prepare_probe, _probe, _left_by_probe, _claimed_by_probe),
 }
