@@ -44,6 +44,8 @@ def main() -> None:
     inputs = {"images": images}
     if facts["cores"] == "any":
         inputs["cores"] = np.array(args.cores or facts["config"]["num_cores"], dtype=np.int64)
+    elif args.cores not in (None, facts["cores"]):
+        parser.error(f"{args.model} has {facts['cores']} cores; export one with --cores any.")
 
     names = ["cls", "patches", "core_tokens", "core_xy"]
     found = dict(zip(names, session.run(names, inputs), strict=True))
