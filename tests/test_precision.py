@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -110,6 +112,21 @@ def test_results_are_equal_with_one_thread_and_two(model: Veca) -> None:
             assert torch.equal(*found)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+def test_compiled_it_computes_the_same(model: Veca) -> None:
+    config = VecaConfig(depth=2, width=48, heads=3, num_cores=4, output_width=48, patch_size=8)
+    for plain, cores, keep in ((model, 3, 0.5), (create_model(config).eval(), None, None)):
+        compiled = at_precision(plain, "int8", compile=True)
+        # The second network is one more than torch would compile for.
+        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
+            found = compiled(IMAGES, cores, keep)
+            wanted = at_precision(plain, "int8")(IMAGES, cores, keep)
+        assert torch.cosine_similarity(found.cores, wanted.cores, dim=-1).min() > 0.9995
+        similar = torch.cosine_similarity(found.patches, wanted.patches, dim=-1).mean()
+        assert similar > (0.9995 if keep is None else 0.97)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from typing import cast as cast_to
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from veca import content, rope
+from veca._util.compiled import many_shapes
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
 from veca.checks import (
@@ -42,9 +43,6 @@ from veca.outputs import CoresOutput, VecaOutput
 from veca.precision import DTYPES, Fastest, at_precision, check_precision, described, fastest
 from veca.rope import Rotation
 from veca.weights.tensors import blank
-
-MANY_SHAPES: dict[str, Any] = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**20}
-"""For torch.compile, which else gives up after 8 shapes: merging alone makes four of one."""
 
 ENGINES = ("auto", "torch")
 """What can run it."""
@@ -242,7 +240,7 @@ class InferenceEngine(FeatureModel):
 
     def many_shapes(self) -> AbstractContextManager[object]:
         """What is called in it may compile for any number of shapes."""
-        return torch._dynamo.config.patch(**MANY_SHAPES) if self._compile else nullcontext()
+        return many_shapes() if self._compile else nullcontext()
 
     def _pack(self, model: Veca) -> None:
         _check_plain(model)

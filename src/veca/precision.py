@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from veca._util.compiled import many_shapes
 from veca.attention import core_attention
 from veca.attention.reference import core_bias
 from veca.checks import check_model
@@ -348,7 +349,7 @@ class FastBlock(Block):
     """A block in low precision."""
 
     packed: PackedBlock
-    steps: tuple[Callable[..., None], Callable[..., None]]
+    steps: tuple[Callable[..., Any], Callable[..., Any]]
 
     @torch.no_grad()
     def forward(
@@ -366,16 +367,20 @@ class FastBlock(Block):
         batch, count, width = x.shape
         heads, eps = self.attn.heads, self.norm_attn.eps
         qkv = torch.empty(
-            batch * count, 3, heads, width // heads, dtype=_attention_dtype(self.packed)
+            3, heads, batch * count, width // heads, dtype=_attention_dtype(self.packed)
         )
         patches = patch_rotation or (None, None)
         tables = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
         flat = x.reshape(-1, width)
-        for out, part, cos, sin in zip(
-            _parts(qkv), _parts(flat), *(_parts(table) for table in tables), strict=True
-        ):
-            read(out, part, cos, sin, self.packed, eps)
-        q, k, v = qkv.view(batch, count, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind()
+        parts = zip(*(_parts(tensor) for tensor in (flat, *tables)), strict=True)
+        outs = qkv.split([len(part) for part in _parts(flat)], dim=2)
+        for out, (part, cos, sin) in zip(outs, parts, strict=True):
+            first, second, values = read(part, cos, sin, self.packed, eps)
+            half = first.shape[-1]
+            out[:2, ..., :half] = first.permute(1, 2, 0, 3)
+            out[:2, ..., half:] = second.permute(1, 2, 0, 3)
+            out[2] = values.transpose(0, 1)
+        q, k, v = qkv.unflatten(2, (batch, count)).unbind()
         if rows is not None:
             q, x = q[:, :, :rows], x[:, :rows]
             flat = x.reshape(-1, width)
@@ -424,7 +429,7 @@ def _packed(layers: list[Any], wide: torch.dtype, rounded: bool, heads: int = 0)
     weight = torch.cat([layer.weight.detach().flatten(1) for layer in layers]).float()
     bias = torch.cat([layer.bias.detach() for layer in layers]).float()
     if heads:
-        weight, bias = _pairs_apart(weight, heads), _pairs_apart(bias, heads)
+        weight, bias = _for_attention(weight, heads), _for_attention(bias, heads)
     if rounded:
         whole, scale = quantized_weight(weight)
         return RoundedLinear(whole.t(), scale, bias)
@@ -451,13 +456,14 @@ def _packed_block(block: Block, name: str, wide: torch.dtype, rounded: set[str])
     )
 
 
-def _pairs_apart(rows: Tensor, heads: int) -> Tensor:
-    """Rows of q, k and v [3 * D, ...] with the channels of q and k that turn together apart.
+def _for_attention(rows: Tensor, heads: int) -> Tensor:
+    """Rows of q, k and v [3 * D, ...] as attention is fast with; what it finds stays what it is.
 
-    First the even ones of a head, then the odd ones: products of q and k stay what they are, and
-    halves are faster to turn than neighbours.
+    Of q and k first the even channels of a head, then the odd ones: halves are faster to turn than
+    neighbours. Queries are times the scale of the scores.
     """
     q, k, v = rows.unflatten(0, (3, heads, -1))
+    q = q * q.shape[1] ** -0.5
     q, k = (torch.cat([x[:, 0::2], x[:, 1::2]], dim=1) for x in (q, k))
     return torch.stack([q, k, v]).flatten(0, 2)
 
@@ -480,15 +486,19 @@ def _attention_dtype(layer: PackedBlock) -> torch.dtype:
 
 
 def _mixed(q: Tensor, k: Tensor, v: Tensor, budget: int, multiplicity: Tensor | None) -> Tensor:
-    """What attention finds, [B, T, H, d]."""
+    """What attention finds for [H, B, T, d], as [B, T, H, d]; `q` times the scale."""
     if q.dtype == torch.float32:
+        q, k, v = (x.transpose(0, 1) for x in (q * q.shape[-1] ** 0.5, k, v))
         return core_attention(q, k, v, budget, multiplicity=multiplicity).transpose(1, 2)
-    mixed = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
-    bias = None if multiplicity is None else core_bias(multiplicity, budget).to(q.dtype)
-    mixed[:, :budget] = _attend(q[:, :, :budget], k, v, bias).transpose(1, 2)
-    if q.shape[2] > budget:
+    heads, batch, count, width = q.shape
+    mixed = q.new_empty(batch, count, heads, width)
+    bias = None
+    if multiplicity is not None:
+        bias = core_bias(multiplicity, budget).to(q.dtype).transpose(0, 1)
+    mixed[:, :budget] = _attend(q[:, :, :budget], k, v, bias).permute(1, 2, 0, 3)
+    if count > budget:
         k, v = k[:, :, :budget], v[:, :, :budget]
-        mixed[:, budget:] = _attend(q[:, :, budget:], k, v, None).transpose(1, 2)
+        mixed[:, budget:] = _attend(q[:, :, budget:], k, v, None).permute(1, 2, 0, 3)
     return mixed
 
 
@@ -498,8 +508,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     It is not where there are so many scores that they would leave the cache: full attention.
     """
     if bias is None and q.shape[-2] * k.shape[-2] > _FUSED:
-        return F.scaled_dot_product_attention(q, k, v)
-    scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        return F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    scores = q @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias
     return scores.softmax(dim=-1) @ v
@@ -511,19 +521,20 @@ def _product(x: Tensor, layer: PackedLinear) -> Tensor:
         return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias).float()
     rounded, row = quantized_rows(x)
     # As in `quantized_linear_reference`, equal to rounding.
-    return torch.addcmul(layer.bias, torch._int_mm(rounded, layer.weight) * layer.scale, row)
+    product = torch._int_mm(rounded, layer.weight).float().mul_(layer.scale)
+    return torch.addcmul(layer.bias, product, row)
 
 
-def _read(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, layer: PackedBlock, eps: float) -> None:
-    """Rows' q, k and v into `out` [R, 3, H, d], q and k turned."""
+def _read(
+    x: Tensor, cos: Tensor, sin: Tensor, layer: PackedBlock, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows' queries and keys, turned, in halves [R, 2, H, d / 2], and their values [R, H, d]."""
     found = _product(F.layer_norm(x, x.shape[-1:], *layer.norm_attn, eps), layer.qkv)
-    found = found.view(out.shape)
+    half = cos.shape[-1]
+    found = found.view(len(x), 3, -1, 2 * half)
     cos, sin = cos[:, None, None], sin[:, None, None]
     even, odd = found[:, :2].chunk(2, dim=-1)
-    half = even.shape[-1]
-    out[:, :2, :, :half] = even * cos - odd * sin
-    out[:, :2, :, half:] = even * sin + odd * cos
-    out[:, 2] = found[:, 2]
+    return even * cos - odd * sin, even * sin + odd * cos, found[:, 2]
 
 
 def _write(out: Tensor, x: Tensor, mixed: Tensor, layer: PackedBlock, eps: float) -> None:
@@ -531,10 +542,32 @@ def _write(out: Tensor, x: Tensor, mixed: Tensor, layer: PackedBlock, eps: float
     after = x + _product(mixed.float(), layer.out)
     hidden = _product(F.layer_norm(after, x.shape[-1:], *layer.norm_ffn, eps), layer.up)
     gate, value = hidden.chunk(2, dim=-1)
-    torch.add(after, _product(F.silu(gate) * value, layer.down), out=out)
+    torch.add(after, _product(F.silu(gate).mul_(value), layer.down), out=out)
 
 
 @functools.cache
-def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
-    options: dict[str, Any] = {"dynamic": True, "fullgraph": True}
-    return torch.compile(_read, **options), torch.compile(_write, **options)
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The steps compiled: for widths as they are, and for any number of rows."""
+    return _Compiled(_read), _Compiled(_write)
+
+
+class _Compiled:
+    def __init__(self, step: Callable[..., Any]) -> None:
+        def known_widths(*args: Any) -> Any:
+            *rows, layer, eps = args
+            for tensor in rows:
+                for axis in range(1, tensor.ndim):
+                    torch._dynamo.mark_static(tensor, axis)
+            for part in layer:
+                for weight in part:
+                    torch._dynamo.mark_static(weight)
+            return step(*rows, layer, eps)
+
+        self.call = torch.compile(known_widths, dynamic=True, fullgraph=True)
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            return self.call(*args)
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            with many_shapes():
+                return self.call(*args)
