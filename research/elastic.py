@@ -2,7 +2,6 @@
 
     python -m research.elastic photos --voc VOC2012 --davis DAVIS/JPEGImages/480p --out PHOTOS
     python -m research.elastic rules --photos PHOTOS/choose --large CROPS/choose
-    python -m research.elastic calibration --photos PHOTOS/choose PHOTOS/more --out FOLDER
 
 `photos` cuts the largest square out of VOC photos that are no part of the segmentation's validation
 split, and of DAVIS frames, and divides them into those that choose ("choose"), those on which
@@ -11,8 +10,7 @@ megapixels into squares of 1024 pixels instead, with `--whole` a folder of large
 square of each, reduced to 1024 pixels.
 
 `rules` writes research/results/elastic_rules.csv: mean cosines with the full pass and the share of
-its work, for each rule, share kept, size and weights. `calibration` writes them photo by photo, for
-the rule of the weights, over sizes, shares and budgets, as calibration.csv.
+its work, for each rule, share kept, size and weights.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from torch.nn import functional as F
 
 import veca
 from benchmarks.common import print_table, write_csv
-from benchmarks.rows import write_rows
 from research import RESULTS
 from veca import rope
 from veca.attention import core_attention
@@ -46,13 +43,6 @@ from veca.model import Block, Veca
 KEEPS = (0.85, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 WORKS = (0.8, 0.7, 0.6, 0.55)
 """Shares of the full pass's work at which rules are compared."""
-SIZES = (224, 256, 384, 512, 768, 1024)
-CALIBRATED = {
-    "keep": tuple(k / 20 for k in range(4, 20)),
-    "cores": (8, 12, 16, 20, 24, 32, 40, 48, 56),
-}
-CALIBRATION = 0.6
-"""Share of the photos that calibrate; the others check."""
 
 
 class Rule(NamedTuple):
@@ -552,41 +542,6 @@ def compared(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     return out
 
 
-def calibration(options: argparse.Namespace) -> None:
-    device = torch.device(options.device)
-    files = in_folder(options.photos, options.limit)
-    rows: list[dict[str, object]] = []
-    for size, name in itertools.product(options.sizes, options.weights):
-        model = veca.load(name, backend="sdpa").eval().to(device)
-        parts = load(files, size, device).split(max(1, options.batch * 512**2 // size**2))
-        with torch.inference_mode():
-            full = [model(part) for part in parts]
-            for dial, values in CALIBRATED.items():
-                for value in values:
-                    found = []
-                    for part, whole in zip(parts, full, strict=True):
-                        out = model(part, **{dial: value})
-                        found.append(agreement((out.cls, out.patches), (whole.cls, whole.patches)))
-                    for file, (cls, patches) in zip(files, torch.cat(found).tolist(), strict=True):
-                        rows.append(
-                            {
-                                "weights": name,
-                                "size": size,
-                                "photo": file.stem,
-                                "split": split_of(file),
-                                "dial": dial,
-                                "value": value,
-                                "cls": f"{cls:.6f}",
-                                "patches": f"{patches:.6f}",
-                            }
-                        )
-        write_rows(options.out / "calibration.csv", rows)
-
-
-def split_of(file: Path) -> str:
-    return "calibration" if int(_rank(file)[:8], 16) / 2**32 < CALIBRATION else "check"
-
-
 def photos(options: argparse.Namespace) -> None:
     """Squares of full detail, by lot."""
     if options.pictures or options.whole:
@@ -679,7 +634,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    for run_, doc in ((rules, "rules"), (calibration, "calibration"), (photos, "photos")):
+    for run_, doc in ((rules, "rules"), (photos, "photos")):
         command = commands.add_parser(doc)
         command.set_defaults(run=run_)
         command.add_argument("--out", type=Path, default=RESULTS)
@@ -697,14 +652,11 @@ def main() -> None:
         command.add_argument("--limit", type=int, help="photos")
         command.add_argument("--batch", type=int, default=50, help="photos of 512 pixels")
         command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-        if run_ is rules:
-            command.add_argument("--size", type=int, default=512, help="of the photos")
-            command.add_argument("--large", type=Path, nargs="+", help="of 1024 pixels")
-            command.add_argument("--rules", nargs="+", choices=RULES)
-            command.add_argument("--keeps", type=float, nargs="+", default=KEEPS)
-            command.add_argument("--each", type=Path, help="photo by photo, as .npz")
-        else:
-            command.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+        command.add_argument("--size", type=int, default=512, help="of the photos")
+        command.add_argument("--large", type=Path, nargs="+", help="of 1024 pixels")
+        command.add_argument("--rules", nargs="+", choices=RULES)
+        command.add_argument("--keeps", type=float, nargs="+", default=KEEPS)
+        command.add_argument("--each", type=Path, help="photo by photo, as .npz")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     options.run(options)
