@@ -22,6 +22,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,8 +230,8 @@ def measure(options: argparse.Namespace) -> None:
             for start in range(0, len(files), batch):
                 part = files[start : start + batch]
                 begin = time.perf_counter()
-                pixels = pool.map(lambda f: veca.preprocess(f, (size, size)).pixels, part)
-                images = torch.cat(list(pixels)).to(device)
+                pixels = pool.map(partial(veca.preprocess, size=(size, size)), part)
+                images = torch.cat([found.pixels for found in pixels]).to(device)
                 for model, found, scale in zip(models, rows, scales, strict=True):
                     values = measured(model, images, scale).items()
                     found.append({k: _small(k, x) for k, x in values})
