@@ -644,9 +644,7 @@ def _merge(
     target: int,
     targets: Tensor | None = None,
 ) -> tuple[Tensor, Periphery]:
-    x = x + delta
-    patches, periphery = merge(x[:, budget:], periphery, grid, side, target, targets)
-    return torch.cat([x[:, :budget], patches], dim=1), periphery
+    return merge(x + delta, periphery, grid, side, target, targets, cores=budget)
 
 
 def _tables(xy: Tensor, periods: Tensor, dtype: torch.dtype) -> Rotation:

@@ -33,8 +33,24 @@ class Periphery(NamedTuple):
     """[B or 1, T, 2] where the tokens are, (x, y) in [-1, 1]."""
     multiplicity: Tensor | None = None
     """[B, T] how many patches a token stands for, 0 for padding; None: each for one."""
-    token_of: Tensor | None = None
-    """[B, N] the token of each patch; None: its own."""
+    index: Tensor | None = None
+    """[B, N] the token of each patch, where `patches` does not tell."""
+    patches: Tensor | None = None
+    """[B, N] the patches in the order of their tokens, of which each stands for one of them or for
+    a window of 2 x 2: first those of windows that have not merged, then those of windows that have,
+    last those of no window."""
+
+    @property
+    def token_of(self) -> Tensor | None:
+        """[B, N] the token of each patch; None: its own."""
+        if self.patches is None or self.multiplicity is None:
+            return self.index
+        shares = self.multiplicity[:1].squeeze(0).long()
+        tokens = torch.arange(len(shares), device=shares.device)
+        tokens = tokens.repeat_interleave(shares, output_size=self.patches.shape[1])
+        return torch.zeros_like(self.patches).scatter(
+            1, self.patches, tokens.expand_as(self.patches)
+        )
 
     def spread(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """What each patch takes from its token: [B, T, D] -> [B, N, D].
@@ -42,15 +58,17 @@ class Periphery(NamedTuple):
         Features change gently from patch to patch, but those of one token are all the same. They
         are enlarged bilinearly instead, as if each window of 2 x 2 were one large patch.
         """
-        if self.token_of is None or self.multiplicity is None:
+        token_of = self.token_of
+        if token_of is None or self.multiplicity is None:
             return tokens
-        shared = self.multiplicity.gather(1, self.token_of) > 1
-        patches = take(tokens, self.token_of)
-        maps = patches.unflatten(1, grid)
-        rows, columns = (_outwards(count, tokens.device) for count in grid)
-        smooth = maps.lerp(maps[:, rows], 0.25)
-        smooth = smooth.lerp(smooth[:, :, columns], 0.25)
-        return torch.where(shared.unsqueeze(-1), smooth.flatten(1, 2), patches)
+        patches = take(tokens, token_of)
+        smooth = patches.unflatten(1, grid)
+        for dim, count in enumerate(grid, start=1):
+            outwards = _outwards(count, tokens.device)
+            smooth = smooth.lerp(smooth.index_select(dim, outwards), 0.25)
+        shared = (self.multiplicity > 1).gather(1, token_of).unsqueeze(-1)
+        # Half the time of `where`.
+        return patches.lerp(smooth.flatten(1, 2), shared.to(patches.dtype))
 
 
 def _outwards(count: int, device: torch.device) -> Tensor:
@@ -87,8 +105,11 @@ def merge_plan(
         least = patches - whole * (side * side - 1)
         # In whole numbers, because a grid that is left open in an export has no others.
         target = (patches * share + 5_000) // 10_000
-        left = torch.sym_min(left, torch.sym_max(target, least))
-        plan[block] = (side, left)
+        target = torch.sym_min(left, torch.sym_max(target, least))
+        if side == 2 and isinstance(target, int):  # each window that merges saves three
+            target = left - (left - target + 2) // 3 * 3
+        plan[block] = (side, target)
+        left = target
     return plan
 
 
@@ -136,6 +157,7 @@ def merge(
     side: int,
     target: int,
     targets: Tensor | None = None,
+    cores: int = 0,
 ) -> tuple[Tensor, Periphery]:
     """Merge the most homogeneous windows of side x side patches until `target` tokens are left.
 
@@ -144,58 +166,115 @@ def merge(
     all images of a batch have as many tokens.
 
     Args:
-        tokens: [B, T, D], the patches' part of the residual stream.
-        target: one that the windows can reach; `merge_plan` sees to that.
+        tokens: [B, cores + T, D], the residual stream.
+        target: of patch tokens, one that the windows can reach; `merge_plan` sees to that.
         targets: [B, 1] of each image, where they differ; `target` is the largest of them, and the
             others are filled up with padding.
+        cores: so many tokens come before the patches' and go on as they are.
     """
-    batch, count, _ = tokens.shape
+    fixed = isinstance(target, int) and isinstance(tokens.shape[1], int)
+    if fixed and side == 2 and targets is None and periphery.index is None:
+        return _merge_whole(tokens, periphery, grid, target, cores)
+    batch, count = len(tokens), tokens.shape[1] - cores
     device = tokens.device
     target = _length(target)
+    own = torch.arange(count, device=device).expand(batch, -1)
     token_of = periphery.token_of
     if token_of is None:
-        token_of = torch.arange(count, device=device).expand(batch, -1)
+        token_of = own
     multiplicity = periphery.multiplicity
     if multiplicity is None:
         multiplicity = torch.ones(batch, count, device=device)
+    present = multiplicity > 0
 
-    members, window_of = _windows(grid, side, device)
     # [B, W, side * side] tokens, each as often as it has patches in the window.
-    tokens_of = token_of[:, members].unflatten(1, (-1, side * side))
-    mean, length, score = _compared(tokens, tokens_of)
-    token = mean * length.unsqueeze(-1)
+    tokens_of = token_of[:, _windows(grid, side, device)].unflatten(1, (-1, side * side))
     # A token lies in one window whole, so that the shares of its patches add up to one.
     shares = multiplicity.reciprocal().gather(1, tokens_of.flatten(1)).view_as(tokens_of)
     saved = shares.sum(dim=2).round() - 1  # [B, W] tokens, less one
-    score = score.masked_fill(saved < 1, torch.inf)
+    inside = take(tokens, tokens_of + cores)
+    mean, score = _compared(inside)
+    need = present.sum(dim=1, keepdim=True) - (target if targets is None else targets)
+    chosen = _first_of(score, saved, need).unsqueeze(2)  # [B, W, 1]
 
-    need = (multiplicity > 0).sum(dim=1, keepdim=True) - (target if targets is None else targets)
-    order = score.argsort(dim=1, stable=True)
-    saved = saved.gather(1, order)
-    before = saved.cumsum(dim=1) - saved
-    first = (before < need) & (saved >= 1)  # whatever the score: also NaN reaches the target
-    chosen = torch.zeros_like(first).scatter(1, order, first)  # [B, W]
-
-    chosen_patch = F.pad(chosen, (0, 1))[:, window_of]  # [B, N], of patches in no window False
-    gone = torch.zeros(batch, count, dtype=torch.bool, device=device)
-    gone = gone.scatter(1, token_of, chosen_patch)
-    alive = torch.cat([(multiplicity > 0) & ~gone, chosen], dim=1)  # [B, T + W]
+    # The first token of a window that merges becomes that of all its patches.
+    first = tokens_of[:, :, 0]
+    heir = torch.where(chosen, first.unsqueeze(2), tokens_of).flatten(1)
+    heir = own.scatter(1, tokens_of.flatten(1), heir)  # [B, T]
+    alive = present & (heir == own)
     # Those alive first, in their order; `position` says where each goes. No sort is needed.
     ahead = alive.cumsum(dim=1)
-    places = torch.arange(alive.shape[1], device=device)
-    position = torch.where(alive, ahead - 1, ahead[:, -1:] + places - ahead)
-    order = torch.zeros_like(position).scatter(1, position, places.expand_as(position))
+    position = torch.where(alive, ahead - 1, ahead[:, -1:] + own - ahead)
+    order = torch.zeros_like(position).scatter(1, position, own)
     order = order[:, torch.arange(target, device=device)]
 
     xy = periphery.xy.expand(batch, -1, -1)
-    centres = take(xy, tokens_of).mean(dim=2)
-    counts = torch.cat([multiplicity, multiplicity.new_full(chosen.shape, side * side)], dim=1)
-    source = torch.where(chosen_patch, count + window_of, token_of)
-    return take(torch.cat([tokens, token.to(tokens.dtype)], dim=1), order), Periphery(
-        xy=take(torch.cat([xy, centres], dim=1), order),
-        multiplicity=(counts * alive).gather(1, order),
-        token_of=position.gather(1, source),
+    places = torch.cat([xy, (multiplicity * alive).unsqueeze(2)], dim=2)
+    within = take(places, tokens_of)
+    merged = F.pad(within[..., :2].mean(dim=2), (0, 1), value=side * side)
+    # All windows are written, those that do not merge with what they have: no shape may depend on
+    # how many do.
+    rows = position.gather(1, first)
+    places = _put(take(places, order), rows, torch.where(chosen, merged, within[:, :, 0]))
+    if cores:
+        before = torch.arange(cores, device=device).expand(batch, -1)
+        order = torch.cat([before, order + cores], dim=1)
+    merged = torch.where(chosen, mean, inside[:, :, 0])
+    return _put(take(tokens, order), rows + cores, merged), Periphery(
+        xy=places[..., :2],
+        multiplicity=places[..., 2].contiguous(),
+        index=position.gather(1, heir).gather(1, token_of),
     )
+
+
+def _merge_whole(
+    tokens: Tensor, periphery: Periphery, grid: tuple[int, int], target: int, cores: int
+) -> tuple[Tensor, Periphery]:
+    """`merge` where windows of 2 x 2 merge once, in all images as many: the same for less.
+
+    Each window that merges saves three tokens. So it is known without a look at the images how
+    many will, and those that have merged are not compared again.
+    """
+    batch, count = len(tokens), tokens.shape[1] - cores
+    device = tokens.device
+    whole = (grid[0] // 2) * (grid[1] // 2)
+    edge = grid[0] * grid[1] - 4 * whole
+    left = (count - edge - whole) // 3  # windows that have not merged
+    merging = (count - target) // 3
+    xy, patches = periphery.xy.expand(batch, -1, -1), periphery.patches
+    if patches is None:
+        order = _by_window(grid, device)
+        patches, xy = order.expand(batch, -1), xy.index_select(1, order)
+        before = torch.arange(cores, device=device)
+        tokens = tokens.index_select(1, torch.cat([before, order + cores]))
+
+    inside = tokens[:, cores : cores + 4 * left].unflatten(1, (left, 4))
+    mean, score = _compared(inside)
+    places = xy[:, : 4 * left].unflatten(1, (left, 4))
+    order = score.argsort(dim=1, stable=True)
+    merged, apart = order[:, :merging], order[:, merging:]
+    order = torch.cat([apart, merged], dim=1)
+
+    def joined(before: Tensor, inside: Tensor, mean: Tensor, after: Tensor) -> Tensor:
+        alone = take(inside.flatten(2), apart).view(batch, -1, inside.shape[3])
+        return torch.cat([before, alone, take(mean, merged), after], dim=1)
+
+    multiplicity = torch.ones(batch, target, device=device)
+    multiplicity[:, 4 * (left - merging) : target - edge] = 4
+    ahead = take(patches[:, : 4 * left].unflatten(1, (left, 4)), order).flatten(1)
+    return joined(tokens[:, :cores], inside, mean, tokens[:, cores + 4 * left :]), Periphery(
+        joined(xy[:, :0], places, places.mean(dim=2), xy[:, 4 * left :]),
+        multiplicity,
+        patches=torch.cat([ahead, patches[:, 4 * left :]], dim=1),
+    )
+
+
+def _by_window(grid: tuple[int, int], device: torch.device) -> Tensor:
+    """All patches [N], window of 2 x 2 by window; last those of a row or column that fill none."""
+    places = torch.arange(grid[0] * grid[1], device=device).view(grid)
+    down, across = (count // 2 * 2 for count in grid)
+    below, beside = places[down:].flatten(), places[:down, across:].flatten()
+    return torch.cat([_windows(grid, 2, device), below, beside])
 
 
 def unlikeness(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -206,22 +285,33 @@ def unlikeness(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     Args:
         tokens: [B, N, D], the patches' part of the residual stream, before any have merged.
     """
-    members, _ = _windows(grid, 2, tokens.device)
+    members = _windows(grid, 2, tokens.device)
     if not len(members):
         return tokens.new_zeros(len(tokens), dtype=torch.float32)
-    tokens_of = members.expand(len(tokens), -1).unflatten(1, (-1, 4))
-    return _compared(tokens, tokens_of)[2].mean(dim=1) / 4
+    return _compared(tokens[:, members].unflatten(1, (-1, 4)))[1].mean(dim=1) / 4
 
 
-def _compared(tokens: Tensor, tokens_of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of windows [B, W, S] of tokens: the mean [B, W, D], by what it is made as long as they are on
-    average [B, W], and how much they differ from it [B, W]."""
-    inside = take(tokens, tokens_of).float()
-    mean = inside.mean(dim=2)
-    lengths = inside.norm(dim=-1)  # [B, W, S]
-    own = mean.norm(dim=-1).clamp_min(LEAST_LENGTH)
-    score = _difference(inside.detach(), mean.detach(), lengths.detach(), own.detach())
-    return mean, lengths.mean(dim=2) / own, score
+def _compared(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Of windows [B, W, S, D] of tokens the mean, as long as they are on average, [B, W, D], and
+    how much they differ from it, [B, W]."""
+    wide = inside.float()
+    mean = wide.mean(dim=2)
+    lengths = torch.linalg.vector_norm(wide, dim=-1)
+    length = torch.linalg.vector_norm(mean, dim=-1).clamp_min(LEAST_LENGTH)
+    score = _difference(wide, mean, lengths, length)
+    stretched = mean * (lengths.mean(dim=2) / length).unsqueeze(-1)
+    return stretched.to(inside.dtype), score
+
+
+def _first_of(score: Tensor, saved: Tensor, need: Tensor) -> Tensor:
+    """Which windows [B, W] merge: those of the least score, until `need` [B, 1] are saved."""
+    # Whatever the score: also NaN reaches the target.
+    order = score.masked_fill(saved < 1, torch.inf).argsort(dim=1, stable=True)
+    saved = saved.gather(1, order)
+    before = saved.cumsum(dim=1) - saved
+    return torch.zeros_like(saved, dtype=torch.bool).scatter(
+        1, order, (before < need) & (saved >= 1)
+    )
 
 
 def _length(target: int) -> int:
@@ -240,30 +330,33 @@ def _length(target: int) -> int:
 def take(tokens: Tensor, index: Tensor) -> Tensor:
     """Rows of each image: [B, T, D] at [B, ...] -> [B, ..., D]."""
     batch, count, width = tokens.shape
-    start = torch.arange(batch, device=index.device).view(-1, *[1] * (index.ndim - 1)) * count
-    rows = tokens.reshape(batch * count, width).index_select(0, (index + start).flatten())
+    rows = tokens.reshape(batch * count, width).index_select(0, _flat(index, count))
     return rows.view(*index.shape, width)
 
 
-def _windows(grid: tuple[int, int], side: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The patches of each window, [W * side * side], and the window of each patch, [N].
+def _put(tokens: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """`rows` [B, W, D] at [B, W] in place of those that fresh `tokens` [B, T, D] have there."""
+    _, count, width = tokens.shape
+    flat = tokens.view(-1, width).index_copy_(0, _flat(index, count), rows.reshape(-1, width))
+    return flat.view_as(tokens)
 
-    Rows and columns that fill no window belong to none: W, one beyond the last.
-    """
+
+def _flat(index: Tensor, count: int) -> Tensor:
+    """An index [B, ...] into `count` rows of each image as one into those of all."""
+    start = torch.arange(len(index), device=index.device).view(-1, *[1] * (index.ndim - 1))
+    return (index + start * count).flatten()
+
+
+def _windows(grid: tuple[int, int], side: int, device: torch.device) -> Tensor:
+    """The patches of each window, [W * side * side]; of rows and columns that fill none, none."""
     height, width = grid
     down, across = _length(height // side), _length(width // side)
-    within = torch.arange(side, device=device)
-    rows = torch.arange(down, device=device).unsqueeze(1) * side + within  # [down, side]
-    columns = torch.arange(across, device=device).unsqueeze(1) * side + within
-    members = rows[:, None, :, None] * width + columns[None, :, None, :]
-    row = torch.arange(height, device=device) // side
-    column = torch.arange(width, device=device) // side
-    window = row.unsqueeze(1) * across + column
-    whole = (row < down).unsqueeze(1) & (column < across)
-    return members.flatten(), window.masked_fill(~whole, down * across).flatten()
+    rows = torch.arange(down * side, device=device).view(down, 1, side, 1)
+    columns = torch.arange(across * side, device=device).view(1, across, 1, side)
+    return (rows * width + columns).flatten()
 
 
-def _difference(members: Tensor, mean: Tensor, lengths: Tensor, length: Tensor) -> Tensor:
+def _difference(inside: Tensor, mean: Tensor, lengths: Tensor, length: Tensor) -> Tensor:
     """How much is lost when windows [B, W, S, D] become their mean [B, W, D]: [B, W].
 
     One less the cosine of each patch with the mean, summed up. Lengths do not count: what a block
@@ -272,5 +365,5 @@ def _difference(members: Tensor, mean: Tensor, lengths: Tensor, length: Tensor) 
     Args:
         lengths, length: of the members, [B, W, S], and of the mean, [B, W].
     """
-    products = torch.einsum("bwsd,bwd->bws", members, mean)
+    products = torch.einsum("bwsd,bwd->bws", inside, mean)
     return (1 - products / (lengths * length.unsqueeze(-1)).clamp_min(1e-30)).sum(dim=2)

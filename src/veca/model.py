@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from veca import content, rope
-from veca.attention import BACKENDS, core_attention, patch_rows
+from veca.attention import BACKENDS, patch_rows, unchecked_attention
 from veca.checks import (
     check_agreement,
     check_blocks,
@@ -113,15 +113,8 @@ class CoreAttention(nn.Module):
         """`rows`: the first cores alone come out, so many of them; the others are only seen."""
         q = self.split_heads(self.q(x if rows is None else x[:, :rows]))
         k, v = (self.split_heads(project(x)) for project in (self.k, self.v))
-        mixed = core_attention(
-            q,
-            k,
-            v,
-            num_cores,
-            core_rotation=core_rotation,
-            patch_rotation=patch_rotation,
-            multiplicity=multiplicity,
-            backend=backend,
+        mixed = unchecked_attention(
+            q, k, v, num_cores, core_rotation, patch_rotation, multiplicity, backend
         )
         return self.joined(mixed)
 
@@ -278,18 +271,19 @@ class LayerState(NamedTuple):
 
     def spread(self) -> Tensor:
         """[B, C + N, D] the residual stream, each patch with what its token has."""
-        if self.periphery.token_of is None:
+        if self.periphery.multiplicity is None:
             return self.tokens
         cores, patches = self.tokens.tensor_split([self.core_xy.shape[1]], dim=1)
         return torch.cat([cores, self.periphery.spread(patches, self.grid)], dim=1)
 
     def on_grid(self, values: Tensor) -> Tensor:
         """What belongs to patch tokens [..., T], shared out among their patches: [..., h, w]."""
-        if self.periphery.token_of is not None:
+        token_of = self.periphery.token_of
+        if token_of is not None:
             assert self.periphery.multiplicity is not None
             shape = (values.shape[0], *[1] * (values.ndim - 2), -1)
             shared = values / self.periphery.multiplicity.clamp_min(1).view(shape)
-            index = self.periphery.token_of.view(shape).expand(*values.shape[:-1], -1)
+            index = token_of.view(shape).expand(*values.shape[:-1], -1)
             values = shared.gather(-1, index)
         return values.unflatten(-1, self.grid)
 
@@ -820,8 +814,7 @@ class Veca(FeatureModel, nn.Module):
         budget, periods = core_xy.shape[1], self._periods(x.device)
         for number, block in enumerate(self.blocks[done:end], start=done + 1):
             if number in merges:
-                patches, periphery = merge(x[:, budget:], periphery, grid, *merges[number])
-                x = torch.cat([x[:, :budget], patches], dim=1)
+                x, periphery = merge(x, periphery, grid, *merges[number], cores=budget)
                 patch_rotation = rope.rotation(periphery.xy, periods)
                 yield LayerState(
                     number - 1,
@@ -857,7 +850,7 @@ class Veca(FeatureModel, nn.Module):
         """What comes out after a layer: through the final norm and output projection, or raw."""
         x = self.norm(layer.tokens) if norm else layer.tokens
         budget = layer.core_xy.shape[1]
-        if layer.periphery.token_of is not None:
+        if layer.periphery.multiplicity is not None:
             patches = layer.periphery.spread(x[:, budget:], layer.grid)
             x = torch.cat([x[:, :budget], patches], dim=1)
         x = self.project(x) if norm else x
