@@ -20,7 +20,7 @@ from veca.probe.table import csv_text
 
 FIRST = (
     *("record", "probe", "task", "dataset", "protocol", "backbone", "role", "cores"),
-    *("keep", "agreement", "size", "height", "width"),
+    *("keep", "agreement", "precision", "size", "height", "width"),
 )
 LAST = (
     *("retention_teacher", "retention_full"),

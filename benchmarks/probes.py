@@ -6,9 +6,10 @@
         --teacher efficientnet-lite2
 
 Runs `veca probe` for Pets (10-NN, linear, trimaps), CamVid and depth of SCAU and NYUv2, whichever
-folders are given, and leaves one folder of results for each, a table of all scores (summary.md,
-summary.csv) and report.html. Each run's record holds the command that repeats it alone. Features
-are kept in the cache of `veca probe`, so that what is there already is not computed again.
+folders are given, at the sizes, shares of tokens and precisions asked for, and leaves one folder of
+results for each, a table of all scores (summary.md, summary.csv) and report.html. Each run's record
+holds the command that repeats it alone. Features are kept in the cache of `veca probe`, so that
+what is there already is not computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from veca._util.files import atomic_write_text
 from veca.cli.main import main as veca
 from veca.probe import Run, read_run, write_report
-from veca.probe.table import metric_title, ordered, show_metric
+from veca.probe.table import dials, metric_title, ordered, show_metric, turned_to
 
 BUDGETS = "8,16,...,64"
 GPU_BATCH = 128
@@ -88,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--teacher", default="efficientnet-lite2", help="'' for none")
     parser.add_argument("--baseline", action="append", default=[])
     parser.add_argument("--cores", default=BUDGETS)
+    parser.add_argument("--keep", help="shares of patch tokens, such as 0.42,1; by default all")
+    parser.add_argument("--size", help="pixels; by default the protocol's")
+    parser.add_argument("--precision", help="such as fp32,int8; by default the protocol's")
     parser.add_argument("--protocol", default="quick")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--device", default="auto")
@@ -113,6 +117,9 @@ def command(probe: Probe, options: argparse.Namespace) -> list[str]:
         words += ["--teacher", options.teacher]
     if options.weights:
         words += ["--cores", options.cores]
+    for name in ("keep", "size", "precision"):
+        given = getattr(options, name)
+        words += [f"--{name}", given] if given else []
     for name, values in (("baseline", options.baseline), ("set", options.set)):
         for value in values:
             words += [f"--{name}", value]
@@ -130,26 +137,32 @@ def command(probe: Probe, options: argparse.Namespace) -> list[str]:
             "--overwrite"]  # fmt: skip
 
 
-def _scores(runs: dict[str, Run]) -> dict[tuple[str, int | None], dict[str, float]]:
-    """By backbone and budget, its score in every probe."""
-    table: dict[tuple[str, int | None], dict[str, float]] = {}
+def _scores(runs: dict[str, Run]) -> dict[tuple[str, ...], dict[str, float]]:
+    """By backbone, dials and size, its score in every probe."""
+    table: dict[tuple[str, ...], dict[str, float]] = {}
+    turned = dials(*runs.values())
     for name, run in runs.items():
         for row in ordered(run.rows):
-            table.setdefault((row.name, row.cores), {})[name] = run.score(row)
+            place = (row.name, *turned_to(row, turned), str(row.size))
+            table.setdefault(place, {})[name] = run.score(row)
     return table
 
 
+def _heads(runs: dict[str, Run]) -> list[str]:
+    return ["backbone", *dials(*runs.values()), "px"]
+
+
 def summary_markdown(runs: dict[str, Run]) -> str:
-    """One row a backbone and budget, one column a probe."""
-    heads = ["backbone", "cores", *(f"{n}, {metric_title(r.metric)}" for n, r in runs.items())]
+    """One row a backbone, budget and size, one column a probe."""
+    heads = [*_heads(runs), *(f"{n}, {metric_title(r.metric)}" for n, r in runs.items())]
     lines = ["| " + " | ".join(heads) + " |", "|" + "|".join(["---", *["---:"] * len(heads[1:])])]
     lines[1] += "|"
-    for (backbone, cores), scores in _scores(runs).items():
+    for place, scores in _scores(runs).items():
         shown = [
             show_metric(run.metric, scores[name]) if name in scores else ""
             for name, run in runs.items()
         ]
-        lines.append("| " + " | ".join([backbone, str(cores or ""), *shown]) + " |")
+        lines.append("| " + " | ".join([*place, *shown]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -157,8 +170,7 @@ def summary_csv(runs: dict[str, Run]) -> str:
     """The same with all digits: shares of 1, or metres."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["backbone", "cores", *(f"{n} {r.metric}" for n, r in runs.items())])
-    for (backbone, cores), scores in _scores(runs).items():
-        writer.writerow([backbone, cores or "", *(f"{scores[n]:.6g}" if n in scores else ""
-                                                  for n in runs)])  # fmt: skip
+    writer.writerow([*_heads(runs), *(f"{n} {r.metric}" for n, r in runs.items())])
+    for place, scores in _scores(runs).items():
+        writer.writerow([*place, *(f"{scores[n]:.6g}" if n in scores else "" for n in runs)])
     return out.getvalue()

@@ -103,6 +103,11 @@ def check_precision(precision: str, *more: str) -> str:
     return precision
 
 
+def protocol_name(precision: str) -> str:
+    """What the protocols of probes call it."""
+    return PROTOCOL_NAMES.get(precision, precision)
+
+
 # ----------------------------------------------------------------------------------------- model
 
 _Module = TypeVar("_Module", bound=nn.Module)

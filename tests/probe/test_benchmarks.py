@@ -82,6 +82,27 @@ def nyu(root: Path) -> Path:
 
 
 @pytest.mark.slow
+def test_shares_of_tokens_and_precisions_at_a_size(tmp_path):
+    veca.save(sets.model(), tmp_path / "one")
+    words = [
+        "--camvid", camvid(tmp_path / "camvid"), "--weights", f"a={tmp_path / 'one'}",
+        "--teacher", "", "--cores", "4,8", "--keep", "0.4,1", "--size", "64",
+        "--precision", "fp32,bf16", "--device", "cpu", "--no-cache", "--no-time",
+        "--out", tmp_path / "out",
+        *(word for setting in SETTINGS for word in ("--set", setting)),
+    ]  # fmt: skip
+    assert main(["probes", *map(str, words)]) == 0
+    rows = list(csv.DictReader((tmp_path / "out" / "summary.csv").open()))
+    assert [(r["cores"], r["keep"], r["precision"], r["px"]) for r in rows] == [
+        (cores, keep, precision, "64")
+        for cores in "48" for keep in ("0.4", "1") for precision in ("fp32", "bf16")
+    ]  # fmt: skip
+    found = read_run(tmp_path / "out" / "camvid")
+    assert all(row.retention_full is not None for row in found.rows)
+    assert f"{found.score(found.rows[0]):.6g}" == rows[0]["camvid miou"]
+
+
+@pytest.mark.slow
 def test_every_probe_in_one_go(tmp_path, capsys):
     veca.save(sets.model(), tmp_path / "one")
     veca.save(sets.model(seed=1), tmp_path / "two")
@@ -112,6 +133,7 @@ def test_every_probe_in_one_go(tmp_path, capsys):
     assert (out / "report.html").read_text().count("<h2") == 7
     rows = list(csv.DictReader((out / "summary.csv").open()))
     assert len(rows) == 7 and rows[1]["backbone"] == "a" and rows[1]["cores"] == "4"
+    assert rows[1]["px"] == "32" and "keep" not in rows[1]
     knn = read_run(out / "pets-knn").rows[2].metrics["top1"]
     assert float(rows[1]["pets-knn top1"]) == pytest.approx(knn, rel=1e-4)
     assert "scau-depth, RMSE m" in capsys.readouterr().out

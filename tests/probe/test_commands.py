@@ -103,6 +103,31 @@ def test_shares_of_tokens_are_swept(run, pets, weights, tmp_path, capsys):
             run(*arguments(pets, weights, out, "--keep", wrong))
 
 
+def test_precisions_are_compared_with_the_first(run, pets, weights, tmp_path, capsys):
+    out = tmp_path / "out"
+    run(*arguments(pets, weights, out, "--cores=2,8", "--precision=bf16", "--no-time"))
+    alone = json.loads((out / "results.json").read_text())
+    words = ("--cores=2,8", "--precision=fp32,bf16", "--no-time")
+    run(*arguments(pets, weights, out, *words, "--overwrite"))
+    record = json.loads((out / "results.json").read_text())
+    assert [(r["precision"], r["cores"]) for r in record["rows"]] == [
+        ("fp32", 2), ("fp32", 8), ("bf16", 2), ("bf16", 8),
+    ]  # fmt: skip
+    full = record["rows"][1]
+    assert full["retention_full"] == 1 and full["interval_full"] == [1, 1]
+    for row, before in zip(record["rows"][2:], alone["rows"], strict=True):
+        kept = row["metrics"]["top1"] / full["metrics"]["top1"]
+        assert row["retention_full"] == kept and before["precision"] is None
+        assert row["metrics"] == before["metrics"]
+    # bfloat16 was in the cache already; float32 was not.
+    assert record["cache"]["computed"] == record["cache"]["reused"] > 0
+    assert record["protocol"]["extract"]["dtype"] == "float32"
+    assert "--precision fp32,bf16" in record["command"]
+    assert "bf16" in capsys.readouterr().out and "in fp32" in (out / "results.md").read_text()
+    with pytest.raises(InputError, match="bf16"):
+        run(*arguments(pets, weights, out, "--precision=fp32,bf17"))
+
+
 def test_a_dense_control_is_a_row_beside_veca(run, pets, weights, tmp_path):
     torch.manual_seed(0)
     control = veca.DenseVit(sets.CONFIG).eval()

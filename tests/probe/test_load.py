@@ -14,6 +14,7 @@ from veca.probe import (
     load_backbones,
     parse_budgets,
     parse_options,
+    parse_precisions,
     probe_budgets,
 )
 from veca.probe.load import name_and_path
@@ -52,6 +53,22 @@ def test_budgets():
             parse_budgets(wrong)
     assert probe_budgets(64) == [8, 16, 24, 32, 40, 48, 56, 64]
     assert probe_budgets(4) == [4] and probe_budgets(20) == [8, 16, 20]
+
+
+def test_precisions(tmp_path):
+    assert parse_precisions("float32, int8,fp32") == ["fp32", "int8"]
+    for wrong in ("", ",", "fp31", "fp32;int8"):
+        with pytest.raises(InputError, match="precision"):
+            parse_precisions(wrong)
+    veca.save(sets.model(), tmp_path / "mine")
+    found = load_backbones([str(tmp_path / "mine")], budgets=[2, 8], precision=["fp32", "bf16"])
+    assert [(one.precision, one.cores) for one in found] == [
+        ("fp32", 2), ("fp32", 8), ("bf16", 2), ("bf16", 8),
+    ]  # fmt: skip
+    assert [one.model.precision for one in found] == ["fp32", "fp32", "bf16", "bf16"]
+    assert found[3].label == "mine C=8 bf16"
+    (one, _) = load_backbones([str(tmp_path / "mine")], budgets=[2, 8], precision="bf16")
+    assert one.precision is None and one.model.precision == "bf16"
 
 
 def test_shares_of_tokens(tmp_path):

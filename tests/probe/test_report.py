@@ -17,7 +17,7 @@ from veca.probe import ProbeError, load_protocol, write_report, write_tables
 from veca.probe.plot import best_text, captions, curves, draw, limits, make_figure, plot
 from veca.probe.record import Row, Run, write_run
 from veca.probe.report import group_runs
-from veca.probe.table import cells, csv_text, header, markdown, ordered, rich_table
+from veca.probe.table import cells, csv_text, dials, header, markdown, ordered, rich_table
 
 MACHINE = {
     "cpu": "Some CPU", "cpu_count": 2, "gpu": "", "os": "Linux", "python": "3.11", "torch": "2.13",
@@ -130,6 +130,20 @@ class TestTable:
         ]  # fmt: skip
         assert made.rows[1].label == "small C=64 K=0.35"
         assert made.subject() != run(rows=[row(cores=64)] * 3).subject()
+        assert Run.from_dict(made.to_dict()) == made
+
+    def test_precisions_have_a_column_where_a_run_has_several(self):
+        made = run(rows=[row(cores=c, precision=p) for p in ("fp32", "int8") for c in (64, 8)])
+        at = header(made).index("precision")
+        assert [cells(made, r)[at] for r in ordered(made.rows)] == ["fp32", "int8"] * 2
+        assert "precision" not in header(run())
+        both = dials(run(), made)
+        assert header(run(), both) == header(made, both)
+        assert cells(run(), run().rows[0], both)[at] == ""
+        found = csv.DictReader(io.StringIO(csv_text(made)))
+        assert [r["precision"] for r in found] == ["fp32", "int8"] * 2
+        assert set(curves(made.rows)) == {"small fp32", "small int8"}
+        assert "in fp32" in markdown(made)
         assert Run.from_dict(made.to_dict()) == made
 
     def test_markdown(self):

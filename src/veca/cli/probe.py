@@ -114,7 +114,8 @@ def probe(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="What backbones compute in: fp32, bf16, fp16; int8: VECA weights on a CPU.",
+            help="What backbones compute in: fp32, bf16, fp16; int8: VECA weights on a CPU. Of "
+            "several, such as fp32,int8, VECA weights are compared with the first.",
             show_default="protocol's",
         ),
     ] = None,
@@ -141,13 +142,14 @@ def probe(
     import torch
 
     from veca._util.progress import progress_bar
-    from veca.precision import PROTOCOL_NAMES, check_precision
+    from veca.precision import protocol_name
     from veca.probe import (
         check_out,
         load_backbones,
         load_protocol,
         parse_budgets,
         parse_options,
+        parse_precisions,
         planned_subject,
         repeat_command,
         run_folder,
@@ -168,9 +170,9 @@ def probe(
     if width is not None:
         check_choice("width of features", width, ("native", "projected"))
         changes.append(f"extract.projection={str(width == 'projected').lower()}")
-    if precision is not None:
-        name = check_precision(precision)
-        changes.append(f"extract.dtype={PROTOCOL_NAMES.get(name, name)}")
+    names = parse_precisions(precision) if precision is not None else []
+    if names:
+        changes.append(f"extract.dtype={protocol_name(names[0])}")
     chosen = load_protocol(protocol).with_settings(changes)
     if batch_size is not None:
         chosen = chosen.with_batch(batch_size)
@@ -189,7 +191,7 @@ def probe(
         agreement=agreement,
         device=place,
         dtype=getattr(torch, chosen.extract.dtype, torch.float32),
-        precision=chosen.extract.dtype,
+        precision=names if len(names) > 1 else chosen.extract.dtype,
         allow_remote_code=allow_remote_code,
     )
     used = {
@@ -198,6 +200,7 @@ def probe(
         "protocol": protocol, "size": size, "set": changes,
         "train-dataset": train_dataset, "train-data": train_data,
         "train-split": train_split if train_split != "train" else None, "test-split": test_split,
+        "precision": ",".join(names) if len(names) > 1 else None,
         "batch-size": batch_size, "threads": threads, "verify": verify or None,
         "no-time": not time or None,
     }  # fmt: skip

@@ -22,7 +22,7 @@ from veca.probe.backbone import (
 )
 from veca.probe.blind import BlindBackbone
 from veca.probe.data import check_data, parse_options
-from veca.probe.load import load_backbones, parse_budgets, probe_budgets
+from veca.probe.load import load_backbones, parse_budgets, parse_precisions, probe_budgets
 from veca.probe.protocol import TASKS, Protocol, available_protocols, load_protocol
 from veca.probe.record import (
     Row,
@@ -58,6 +58,7 @@ __all__ = [
     "load_protocol",
     "parse_budgets",
     "parse_options",
+    "parse_precisions",
     "planned_subject",
     "probe_budgets",
     "read_run",

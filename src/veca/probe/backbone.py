@@ -78,11 +78,13 @@ class Backbone(ABC):
     """The share of patch tokens that go on; None: all of them, always."""
     agreement: float | None = None
     """What keep="auto" promises."""
+    precision: str | None = None
+    """What it computes in, where a run has several; None: what the protocol says."""
     device: torch.device
 
     @property
     def label(self) -> str:
-        return label_of(self.name, self.cores, self.keep, self.agreement)
+        return label_of(self.name, self.cores, self.keep, self.agreement, self.precision)
 
     @abstractmethod
     def grid_for(self, size: Grid, cell: int) -> Grid:
@@ -205,9 +207,11 @@ class ElasticBackbone(_OwnBackbone):
         name: str = "veca",
         role: str = STUDENT,
         projection: bool = True,
+        precision: str | None = None,
     ) -> None:
         super().__init__(model, name, role, projection)
         self.model: Veca = model.eval()
+        self.precision = precision
         self._set(cores, keep, agreement)
 
     def at(

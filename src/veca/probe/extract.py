@@ -23,6 +23,7 @@ from veca._util.cache import mark_used, shrink_cache
 from veca.embed.pipeline import ShapeBatches, as_written, read_ahead
 from veca.embed.writers import BackgroundWrites, Result
 from veca.errors import InputError, ProbeError
+from veca.precision import protocol_name
 from veca.probe.backbone import Backbone, guarded_features
 from veca.probe.cache import (
     Array,
@@ -243,7 +244,7 @@ def _key(dataset: Dataset, indices: Sequence[int], want: Want, settings: Extract
     dense = {"stored_as": settings.dense_dtype} if want.kind == DENSE else {}
     return {
         "backbone": want.backbone.identity(),
-        "computed_in": settings.dtype,
+        "computed_in": protocol_name(want.backbone.precision or settings.dtype),
         "cell": settings.cell,
         "dataset": dataset.name,
         "split": dataset.split,

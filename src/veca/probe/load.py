@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from veca._util.numbers import parse_numbers
 from veca.checks import asked_keep, check_agreement
 from veca.config import AUTO
 from veca.errors import InputError
-from veca.precision import in_precision
+from veca.precision import check_precision, in_precision
 from veca.probe.backbone import (
     BASELINE,
     TEACHER,
@@ -36,7 +37,7 @@ def load_backbones(
     agreement: float | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    precision: str | None = None,
+    precision: str | Sequence[str] | None = None,
     allow_remote_code: bool = False,
 ) -> list[Backbone]:
     """The rows of a table: the teacher, the baselines, then the weights at every budget.
@@ -49,7 +50,8 @@ def load_backbones(
         budgets: of VECA weights; by default those of `probe_budgets`.
         keep: shares of patch tokens that go on, for each of the budgets; by default all.
         agreement: with "auto", the promised cosine with the full pass.
-        precision: of VECA weights, as `veca.precision.in_precision` takes it, in place of `dtype`.
+        precision: of VECA weights, as `veca.precision.in_precision` takes it, in place of `dtype`;
+            of several each has rows of its own, and the first is what the others are compared with.
         allow_remote_code: for teachers that need it.
     """
     from veca.teachers import load_teacher, read_dense_vit
@@ -79,9 +81,15 @@ def load_backbones(
             found.append(DenseBackbone(control.to(device, dtype), name=name))
             continue
         model = load(path, device=device, dtype=dtype if precision is None else torch.float32)
-        model = model if precision is None else in_precision(model, precision)
         at = budgets or probe_budgets(model.config.num_cores)
-        found += ElasticBackbone(model, name=name).at(at, shares, agreement)
+        if isinstance(precision, str | None):
+            model = model if precision is None else in_precision(model, precision)
+            found += ElasticBackbone(model, name=name).at(at, shares, agreement)
+            continue
+        for each in precision:
+            # On a GPU a precision changes the model itself.
+            one = in_precision(copy.deepcopy(model), each)
+            found += ElasticBackbone(one, name=name, precision=each).at(at, shares, agreement)
     return found
 
 
@@ -97,6 +105,14 @@ def name_and_path(source: str) -> tuple[str, str]:
 def probe_budgets(num_cores: int) -> list[int]:
     """What a probe measures unless told otherwise: 8, 16, ... and all cores."""
     return sorted({*range(8, num_cores + 1, 8), num_cores})
+
+
+def parse_precisions(text: str) -> list[str]:
+    """'fp32,int8' -> ["fp32", "int8"], by their names of today."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise InputError(f"--precision is a name or several, such as fp32,int8; got {text!r}.")
+    return list(dict.fromkeys(check_precision(part) for part in parts))
 
 
 def parse_budgets(text: str) -> list[int]:

@@ -68,8 +68,9 @@ def curves(rows: Sequence[Row]) -> dict[str, list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in ordered(rows):
         size = f", {row.size} px" if len(sizes) > 1 else ""
-        share = "" if by_share else label_of("", None, row.keep, row.agreement)
-        groups.setdefault(f"{row.name}{share}{size}", []).append(row)
+        share = row.keep, row.agreement
+        dials = label_of("", None, *((None, None) if by_share else share), row.precision)
+        groups.setdefault(f"{row.name}{dials}{size}", []).append(row)
     return groups
 
 

@@ -56,10 +56,12 @@ class Row:
     """The share of patch tokens that went on, or "auto"; None and 1: all."""
     agreement: float | None = None
     """What "auto" promised."""
+    precision: str | None = None
+    """What it computed in, where a run has several; None: what the protocol says."""
 
     @property
     def label(self) -> str:
-        return label_of(self.name, self.cores, self.keep, self.agreement)
+        return label_of(self.name, self.cores, self.keep, self.agreement, self.precision)
 
     @property
     def merges(self) -> bool:
@@ -162,12 +164,18 @@ def _row(table: dict[str, Any]) -> Row:
 
 
 def label_of(
-    name: str, cores: int | None, keep: float | str | None, agreement: float | None = None
+    name: str,
+    cores: int | None,
+    keep: float | str | None,
+    agreement: float | None = None,
+    precision: str | None = None,
 ) -> str:
     """How a row is called: its name, and what of its dials says something."""
     parts = [name] if cores is None else [name, f"C={cores}"]
     if keep not in (None, 1):
         parts.append(f"K={keep}" if agreement is None else f"K={keep} {agreement}")
+    if precision is not None:
+        parts.append(precision)
     return " ".join(parts)
 
 

@@ -17,10 +17,10 @@ from veca.probe.plot import captions, draw_each
 from veca.probe.record import Row, Run, find_runs, scoring_constants
 from veca.probe.table import (
     cells,
+    dials,
     explain,
     header,
     machine_line,
-    merges,
     metric_title,
     ordered,
     show_metric,
@@ -130,8 +130,8 @@ def _add_group(page: Page, group: Group, missing: str) -> str:
             page.pictures(plots, " ".join(captions(group.runs)))
     except MissingExtraError as error:
         missing = str(error)
-    keeps = merges(*group.runs)
-    page.table(header(run, keeps), [cells(one, row, keeps) for one, row in group.rows])
+    turned = dials(*group.runs)
+    page.table(header(run, turned), [cells(one, row, turned) for one, row in group.rows])
     page.text(explain(next((one for one in group.runs if one.resampling), run)), "small")
     for note in dict.fromkeys(n for one in group.runs for n in [*one.notes, *verified(one)]):
         page.text(note, "small")

@@ -257,6 +257,7 @@ def _rows(
                 interval_full=interval_full,
                 keep=o.backbone.keep,
                 agreement=o.backbone.agreement,
+                precision=o.backbone.precision,
             )
         )
     return rows
@@ -268,13 +269,14 @@ def _teachers(outcomes: Sequence[Outcome]) -> dict[int, int]:
 
 
 def _full_budgets(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], int]:
-    """(name, size) -> the place of its outcome with all cores and all tokens."""
-    places = {}
+    """(name, size) -> the place of its outcome with all cores and all tokens; of several
+    precisions in the first."""
+    places: dict[tuple[str, int], int] = {}
     for i, o in enumerate(outcomes):
         config = getattr(getattr(o.backbone, "model", None), "config", None)
         bank = getattr(config, "num_cores", None)
         if bank is not None and o.backbone.cores == bank and o.backbone.keep == 1:
-            places[o.backbone.name, o.size] = i
+            places.setdefault((o.backbone.name, o.size), i)
     return places
 
 

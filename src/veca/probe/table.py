@@ -63,27 +63,41 @@ def merges(*runs: Run) -> bool:
     return any(row.merges for run in runs for row in run.rows)
 
 
-def header(run: Run, keeps: bool | None = None) -> list[str]:
+def dials(*runs: Run) -> list[str]:
+    """The columns that tell what was turned: besides cores what not all rows have alike."""
+    several = any(row.precision is not None for run in runs for row in run.rows)
+    return ["cores", *(["keep"] if merges(*runs) else []), *(["precision"] if several else [])]
+
+
+def turned_to(row: Row, turned: Sequence[str]) -> list[str]:
+    """What a row has of `dials`, as text; empty where there is nothing to say."""
+    shown = {
+        "cores": "" if row.cores is None else str(row.cores),
+        "keep": _show_keep(row),
+        "precision": row.precision or "",
+    }
+    return [shown[name] for name in turned]
+
+
+def header(run: Run, turned: Sequence[str] | None = None) -> list[str]:
     """Titles of the columns.
 
     Args:
-        keeps: with the share of tokens; by default where a row merges.
+        turned: the `dials` among them; by default those of the run.
     """
     first, *more = (metric_title(metric) for metric in shown_metrics(run))
     scores = [first, "95 %", *more]
     costs = ["interactions", "GFLOPs", "ms"]
-    dials = ["cores", "keep"] if (merges(run) if keeps is None else keeps) else ["cores"]
-    return ["backbone", *dials, "px", *scores, "of teacher", "of full", *costs]
+    return ["backbone", *(turned or dials(run)), "px", *scores, "of teacher", "of full", *costs]
 
 
-def cells(run: Run, row: Row, keeps: bool | None = None) -> list[str]:
+def cells(run: Run, row: Row, turned: Sequence[str] | None = None) -> list[str]:
     """One row of the table as text; empty where there is nothing to say."""
     first, *more = (show_metric(metric, row.metrics[metric]) for metric in shown_metrics(run))
     scores = [first, show_interval(run.metric, row.interval), *more]
     return [
         row.name,
-        "" if row.cores is None else str(row.cores),
-        *([_show_keep(row)] if (merges(run) if keeps is None else keeps) else []),
+        *turned_to(row, turned or dials(run)),
         str(row.size or f"{row.input[0]}x{row.input[1]}"),
         *scores,
         _show_kept(row.retention_teacher if row.role != "teacher" else None, row.interval_teacher),
@@ -144,6 +158,7 @@ def markdown(run: Run) -> str:
 def explain(run: Run) -> str:
     """What the columns mean, in a few sentences."""
     first = run.rows[0].details
+    computed_in = [row.precision for row in run.rows if row.precision is not None]
     used = {"cls": "the first core (CLS)", "mean": "the mean of the patches"}
     names = str(first.get("features", "")).split("+")
     features = " and ".join(used.get(name, "patch features") for name in names)
@@ -156,6 +171,7 @@ def explain(run: Run) -> str:
         f"full': {kept} that of the teacher and of the full budget, 100 % being as good. "
         "Interactions: query-key pairs in one layer's attention. ms: median of one image, measured."
         + (" keep: the share of patch tokens that go on after merging." if merges(run) else "")
+        + (f" The full budget is that in {computed_in[0]}." if computed_in else "")
         + explain_intervals(run)
     )
 
@@ -218,8 +234,8 @@ def csv_text(run: Run) -> str:
     metrics = list(dict.fromkeys(name for row in run.rows for name in row.metrics))
     names = [
         "task", "dataset", "protocol", "backbone", "role", "cores", "keep", "agreement",
-        "size", "height", "width", *metrics, "retention_teacher", "retention_full", *_ENDS,
-        "interactions", "flops", "ms", "spread_ms", "device", "threads", "torch", "veca", "date",
+        "precision", "size", "height", "width", *metrics, "retention_teacher", "retention_full",
+        *_ENDS, "interactions", "flops", "ms", "spread_ms", "device", "threads", "torch", "veca", "date",
     ]  # fmt: skip
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -228,7 +244,7 @@ def csv_text(run: Run) -> str:
     for row in ordered(run.rows):
         values = [
             run.task, run.dataset["name"], run.protocol["name"], row.name, row.role, row.cores,
-            row.keep, row.agreement, row.size, *row.input,
+            row.keep, row.agreement, row.precision, row.size, *row.input,
             *(row.metrics.get(name) for name in metrics),
             row.retention_teacher, row.retention_full, *_ends(row.interval),
             *_ends(row.interval_teacher), *_ends(row.interval_full), row.interactions, row.flops,
