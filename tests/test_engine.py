@@ -156,3 +156,17 @@ def test_graphs_on_cuda_give_the_models_outputs():
         error = (got.patches.float() - expected.patches).norm() / expected.patches.norm()
         assert error < 2e-2
         assert (got.core_xy - expected.core_xy).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("keep", [0.5, 0.22])
+def test_graphs_on_cuda_merge_as_the_model_does(keep):
+    """Compiled, a step of merging indexed what it should not; eagerly it never did."""
+    model = stirred(create_model(SMALLEST)).cuda().eval()
+    engine = compile_for_inference(model, dtype=torch.float32)
+    for _ in range(2):  # recorded, then replayed
+        images = torch.randn(3, 3, 80, 112, device="cuda")  # 5 x 7 patches: an odd row and column
+        with torch.no_grad():
+            expected = model(images, keep=keep)
+        torch.testing.assert_close(engine(images, keep=keep), expected, rtol=2e-3, atol=2e-3)
