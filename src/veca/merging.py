@@ -218,7 +218,7 @@ def merge(
     fixed = isinstance(target, int) and isinstance(tokens.shape[1], int)
     if fixed and side == 2 and targets is None and periphery.owners is None:
         return _merge_whole(tokens, periphery, grid, target, cores)
-    batch, count = len(tokens), tokens.shape[1] - cores
+    batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     target = _length(target)
     own = torch.arange(count, device=device).expand(batch, -1)
@@ -278,7 +278,7 @@ def _merge_whole(
     Each window that merges saves three tokens. So it is known without a look at the images how
     many will, and those that have merged are not compared again.
     """
-    batch, count = len(tokens), tokens.shape[1] - cores
+    batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     whole = (grid[0] // 2) * (grid[1] // 2)
     edge = grid[0] * grid[1] - 4 * whole
@@ -330,7 +330,7 @@ def unlikeness(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     """
     members = _windows(grid, 2, tokens.device)
     if not len(members):
-        return tokens.new_zeros(len(tokens), dtype=torch.float32)
+        return tokens.new_zeros(tokens.shape[0], dtype=torch.float32)
     return _compared(tokens[:, members].unflatten(1, (-1, 4)))[1].mean(dim=1) / 4
 
 
@@ -386,7 +386,7 @@ def _put(tokens: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 def _flat(index: Tensor, count: int) -> Tensor:
     """An index [B, ...] into `count` rows of each image as one into those of all."""
-    start = torch.arange(len(index), device=index.device).view(-1, *[1] * (index.ndim - 1))
+    start = torch.arange(index.shape[0], device=index.device).view(-1, *[1] * (index.ndim - 1))
     return (index + start * count).flatten()
 
 
