@@ -4,7 +4,7 @@
 
 The diary asks for a table with a pair of comments, as the pages of docs/ do: recipes and stages,
 the teacher by size, its principal components, the first core beside the patches, what was
-memorised, the rules of merging, and the shipped weights at every budget.
+memorised, the rules of merging, what choosing by content saves, and the shipped weights at every budget.
 """
 
 from __future__ import annotations
@@ -191,7 +191,23 @@ def rules(rows: Rows) -> str:
     return table(["", "rule", "at .7 of the work", "at .6"], lines)
 
 
+def choosing(rows: Rows) -> str:
+    """The part of the oracle's saving at each promise: at 95 of 100, and with the bound."""
+    promises = sorted({row["promise"] for row in rows})
+    lines = []
+    for key in dict.fromkeys((row["choice"], row["tells"]) for row in rows):
+        cells = []
+        for promise in promises:
+            some = [r for r in rows if (r["choice"], r["tells"], r["promise"]) == (*key, promise)]
+            by_way = {r["allows for"]: float(r["saved of oracle"]) for r in some}
+            ways = [by_way[way] for way in ("95 of 100", "bound") if way in by_way]
+            cells.append(" / ".join(f"{x:.2f}" for x in ways))
+        lines.append([*key, *cells])
+    return table(["choice", "what tells", *promises], lines)
+
+
 TABLES: dict[str, Table] = {
+    "choosing": ("choosing", choosing),
     "rules": ("elastic_rules", rules),
     "teacher-sizes": ("teacher_sizes", teacher_sizes),
     "stage-1": ("training", _stage(controlled("coco-1"), "samples")),
