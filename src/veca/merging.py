@@ -33,7 +33,7 @@ class Periphery(NamedTuple):
     """[B or 1, T, 2] where the tokens are, (x, y) in [-1, 1]."""
     multiplicity: Tensor | None = None
     """[B, T] how many patches a token stands for, 0 for padding; None: each for one."""
-    index: Tensor | None = None
+    scattered: Tensor | None = None
     """[B, N] the token of each patch, where `patches` does not tell."""
     patches: Tensor | None = None
     """[B, N] the patches in the order of their tokens, of which each stands for one of them or for
@@ -44,7 +44,7 @@ class Periphery(NamedTuple):
     def token_of(self) -> Tensor | None:
         """[B, N] the token of each patch; None: its own."""
         if self.patches is None or self.multiplicity is None:
-            return self.index
+            return self.scattered
         shares = self.multiplicity[:1].squeeze(0).long()
         tokens = torch.arange(len(shares), device=shares.device)
         tokens = tokens.repeat_interleave(shares, output_size=self.patches.shape[1])
@@ -173,7 +173,7 @@ def merge(
         cores: so many tokens come before the patches' and go on as they are.
     """
     fixed = isinstance(target, int) and isinstance(tokens.shape[1], int)
-    if fixed and side == 2 and targets is None and periphery.index is None:
+    if fixed and side == 2 and targets is None and periphery.scattered is None:
         return _merge_whole(tokens, periphery, grid, target, cores)
     batch, count = len(tokens), tokens.shape[1] - cores
     device = tokens.device
@@ -223,7 +223,7 @@ def merge(
     return _put(take(tokens, order), rows + cores, merged), Periphery(
         xy=places[..., :2],
         multiplicity=places[..., 2].contiguous(),
-        index=position.gather(1, heir).gather(1, token_of),
+        scattered=position.gather(1, heir).gather(1, token_of),
     )
 
 
