@@ -218,7 +218,8 @@ def merge(
     fixed = isinstance(target, int) and isinstance(tokens.shape[1], int)
     if fixed and side == 2 and targets is None and periphery.owners is None:
         return _merge_whole(tokens, periphery, grid, target, cores)
-    batch, count = len(tokens), tokens.shape[1] - cores
+    # Not `len`: where a graph leaves the batch open, that would fix it.
+    batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     target = _length(target)
     own = torch.arange(count, device=device).expand(batch, -1)
@@ -341,7 +342,7 @@ def _compared(inside: Tensor) -> tuple[Tensor, Tensor]:
     mean = wide.mean(dim=2)
     lengths = torch.linalg.vector_norm(wide, dim=-1)
     length = torch.linalg.vector_norm(mean, dim=-1).clamp_min(LEAST_LENGTH)
-    score = _difference(wide, mean, lengths, length)
+    score = _difference(wide.detach(), mean.detach(), lengths.detach(), length.detach())
     stretched = mean * (lengths.mean(dim=2) / length).unsqueeze(-1)
     return stretched.to(inside.dtype), score
 
@@ -386,7 +387,7 @@ def _put(tokens: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 def _flat(index: Tensor, count: int) -> Tensor:
     """An index [B, ...] into `count` rows of each image as one into those of all."""
-    start = torch.arange(len(index), device=index.device).view(-1, *[1] * (index.ndim - 1))
+    start = torch.arange(index.shape[0], device=index.device).view(-1, *[1] * (index.ndim - 1))
     return (index + start * count).flatten()
 
 
