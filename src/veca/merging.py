@@ -218,7 +218,6 @@ def merge(
     fixed = isinstance(target, int) and isinstance(tokens.shape[1], int)
     if fixed and side == 2 and targets is None and periphery.owners is None:
         return _merge_whole(tokens, periphery, grid, target, cores)
-    # Not `len`: where a graph leaves the batch open, that would fix it.
     batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     target = _length(target)
@@ -279,7 +278,7 @@ def _merge_whole(
     Each window that merges saves three tokens. So it is known without a look at the images how
     many will, and those that have merged are not compared again.
     """
-    batch, count = len(tokens), tokens.shape[1] - cores
+    batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     whole = (grid[0] // 2) * (grid[1] // 2)
     edge = grid[0] * grid[1] - 4 * whole
@@ -331,7 +330,7 @@ def unlikeness(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     """
     members = _windows(grid, 2, tokens.device)
     if not len(members):
-        return tokens.new_zeros(len(tokens), dtype=torch.float32)
+        return tokens.new_zeros(tokens.shape[0], dtype=torch.float32)
     return _compared(tokens[:, members].unflatten(1, (-1, 4)))[1].mean(dim=1) / 4
 
 
@@ -342,7 +341,7 @@ def _compared(inside: Tensor) -> tuple[Tensor, Tensor]:
     mean = wide.mean(dim=2)
     lengths = torch.linalg.vector_norm(wide, dim=-1)
     length = torch.linalg.vector_norm(mean, dim=-1).clamp_min(LEAST_LENGTH)
-    score = _difference(wide.detach(), mean.detach(), lengths.detach(), length.detach())
+    score = _difference(wide, mean, lengths, length)
     stretched = mean * (lengths.mean(dim=2) / length).unsqueeze(-1)
     return stretched.to(inside.dtype), score
 
