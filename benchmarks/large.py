@@ -514,10 +514,10 @@ def _labelled(options: argparse.Namespace, name: str, count: int) -> Labelled:
             for split in ("train", "val", "test")
             for files in [sorted((options.camvid / split).iterdir())]
         }
-        test = random.Random(0).sample(listed["test"] + listed["val"], count)
-        return Labelled(_squares(listed["train"], 11, 11), _squares(test, 11, 11), 11)
+        drawn = random.Random(0).sample(listed["test"] + listed["val"], count)
+        return Labelled(_squares(listed["train"], 11, 11), _squares(drawn, 11, 11), 11)
     lists = options.voc / "ImageSets" / "Segmentation"
-    train, held = ((lists / f"{split}.txt").read_text().split() for split in ("train", "val"))
+    train, held = [(lists / f"{split}.txt").read_text().split() for split in ("train", "val")]
     random.Random(0).shuffle(train)
     train, rest = train[: options.train], train[options.train :]
     test = (rest if name == "voc-train" else random.Random(0).sample(held, count))[:count]

@@ -17,6 +17,7 @@ from veca import create_model, large, load, rope, save
 from veca._util.memory import peak_tensor_memory
 from veca.errors import InputError, LargeError, OutputError
 from veca.images import normalize
+from veca.large import work
 
 TOLERANCE = 1e-4  # of the features' mean magnitude
 

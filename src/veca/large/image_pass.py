@@ -16,6 +16,7 @@ from veca import rope
 from veca.attention import PartialAttention, partial_attention
 from veca.core_memory import CoreMemory, weights_stamp
 from veca.large import layers
+from veca.large.picture import Pixels
 from veca.large.plan import PatchTile
 from veca.large.states import States
 from veca.large.work import Work
@@ -96,20 +97,20 @@ class ImagePass(Work):
             layers.block_of(self.model, number), start, self.ranks.join(sums).join(own)
         )
 
-    def _read(self, number: int, index: int) -> tuple[Tensor | None, Tensor | None]:
+    def _read(self, number: int, index: int) -> tuple[Tensor | None, Pixels | None]:
         """A tile's state before a layer; or else its pixels."""
         x = self.states.get(index, number - 1) if number > 1 else None
-        return x, self.pixels(self.tiles[index]) if x is None else None
+        return x, self.window(self.tiles[index]) if x is None else None
 
     def _compute(
-        self, number: int, index: int, x: Tensor | None, pixels: Tensor | None, queries: Tensor
+        self, number: int, index: int, x: Tensor | None, window: Pixels | None, queries: Tensor
     ) -> tuple[Tensor | Features, PartialAttention]:
         """A tile through one layer: its state, or after the last its features; and what the cores
         take from it."""
         tile, rotation = self.tiles[index], self.rotation(self.tiles[index])
         if x is None:
-            assert pixels is not None
-            x = self._from_pixels(tile, pixels, number - 1, rotation)
+            assert window is not None
+            x = self._from_pixels(tile, window, number - 1, rotation)
         start, block = self.journal.layers[-1], layers.block_of(self.model, number)
         x, part = layers.through(block, x, rotation, start, queries)
         if number < len(self.model.blocks):
@@ -117,10 +118,10 @@ class ImagePass(Work):
         return self.on_grid(tile, self.given(x)[0]), part
 
     def _from_pixels(
-        self, tile: PatchTile, pixels: Tensor, after: int, rotation: rope.Rotation
+        self, tile: PatchTile, window: Pixels, after: int, rotation: rope.Rotation
     ) -> Tensor:
         """A tile's state after some layers, from its pixels and what the cores held ready."""
-        x = self.tokens(tile, pixels)
+        x = self.tokens(tile, window)
         for number, layer in enumerate(self.journal.layers[:after], start=1):
             x = layers.block_of(self.model, number).read(x, layer.keys, layer.values, rotation)
         return x

@@ -15,6 +15,7 @@ from veca import rope
 from veca.attention import PartialAttention
 from veca.core_memory import CoreMemory
 from veca.large import layers
+from veca.large.picture import Pixels
 from veca.large.plan import PatchTile
 from veca.large.work import Work
 from veca.large.writers import Features
@@ -75,15 +76,15 @@ class WindowPass(Work):
         zero = torch.zeros(1, 1, self.budget, dtype=self.wide, device=self.model.device)
         return PartialAttention(zero, zero, zero.new_zeros(1, 1, self.budget, c.feature_width))
 
-    def _read(self, index: int) -> Tensor:
-        return self.pixels(self._window(self.tiles[index]).seen)
+    def _read(self, index: int) -> Pixels:
+        return self.window(self._window(self.tiles[index]).seen)
 
-    def _compute(self, index: int, pixels: Tensor) -> tuple[Features, Tensor]:
+    def _compute(self, index: int, read: Pixels) -> tuple[Features, Tensor]:
         """A tile's features, and those of its cores [1, C, D']."""
         tile = self.tiles[index]
         window = self._window(tile)
         if self.keep is not None:
-            return self._merged(window, pixels)
+            return self._merged(window, read)
         seen, shape = window.seen, (window.seen.height, window.seen.width)
         xy = rope.region_coordinates(shape, (0, 0), shape, self.periods.device)
         xy = xy if seen.kept is None else xy[seen.kept.to(xy.device)]
@@ -97,16 +98,16 @@ class WindowPass(Work):
             ]
         tokens, raw = layers.bank_of(self.model, self.budget)
         x, tokens, _ = layers.forward(
-            self.model, self.tokens(seen, pixels), rotation, tokens, raw, beside=beside
+            self.model, self.tokens(seen, read), rotation, tokens, raw, beside=beside
         )
         features = self.on_grid(seen, self.given(x)[0])[window.inside]
         return features, self.model.project(self.model.norm(tokens))
 
-    def _merged(self, window: _Window, pixels: Tensor) -> tuple[Features, Tensor]:
+    def _merged(self, window: _Window, read: Pixels) -> tuple[Features, Tensor]:
         """By the model itself, which merges patches."""
         model = self.model
         run = model if self.projected else model.tokens
-        out = run(pixels.to(model.device, model.dtype), self.budget, keep=self.keep)
+        out = run(self.pixels(read), self.budget, keep=self.keep)
         features = self.on_grid(window.seen, out.patches[0])[window.inside]
         return features, out.cores if self.projected else model.project(out.cores)
 
@@ -131,13 +132,13 @@ class OverviewPass(WindowPass):
         _, cores = super().run(writer_resumed)
         return self.memory, cores
 
-    def _read(self, index: int) -> Tensor:
-        return self.pixels(self.tiles[index])
+    def _read(self, index: int) -> Pixels:
+        return self.window(self.tiles[index])
 
-    def _compute(self, index: int, pixels: Tensor) -> tuple[Features, Tensor]:
+    def _compute(self, index: int, read: Pixels) -> tuple[Features, Tensor]:
         assert self.memory is not None
         tile = self.tiles[index]
-        x, rotation = self.tokens(tile, pixels), self.rotation(tile)
+        x, rotation = self.tokens(tile, read), self.rotation(tile)
         for number, (keys, values) in enumerate(
             zip(self.memory.keys, self.memory.values, strict=True), start=1
         ):

@@ -14,7 +14,7 @@ from veca.core_memory import CoreMemory
 from veca.embed.pipeline import compute_ahead, read_ahead
 from veca.large import layers
 from veca.large.journal import Journal
-from veca.large.picture import Picture, tile_pixels
+from veca.large.picture import Picture, Pixels, normalized, tile_window
 from veca.large.plan import PatchTile
 from veca.large.ranks import Ranks
 from veca.large.writers import Features, Layout, TileWriter
@@ -102,15 +102,17 @@ class Work:
         threads = 1 if device.type == "cpu" else None
         yield from compute_ahead(compute_one, ahead, at_once=at_once, threads=threads)
 
-    def pixels(self, tile: PatchTile) -> Tensor:
-        """Normalised [1, 3, h, w], on the CPU."""
-        shape = (tile.height, tile.width)
-        return tile_pixels(self.picture, self.model.config, (tile.row, tile.column), shape)
+    def window(self, tile: PatchTile) -> Pixels:
+        """uint8 [h, w, 3]: a quarter of what is computed with, while it waits."""
+        place, shape = (tile.row, tile.column), (tile.height, tile.width)
+        return tile_window(self.picture, self.model.config.patch_size, place, shape)
 
-    def tokens(self, tile: PatchTile, pixels: Tensor) -> Tensor:
+    def pixels(self, window: Pixels) -> Tensor:
+        return normalized(window, self.model.config).to(self.model.device, self.model.dtype)
+
+    def tokens(self, tile: PatchTile, window: Pixels) -> Tensor:
         """The patches of a tile that are there, embedded [1, n, D]."""
-        model = self.model
-        x = model.patch_embed(pixels.to(model.device, model.dtype)).flatten(2).transpose(1, 2)
+        x = self.model.patch_embed(self.pixels(window)).flatten(2).transpose(1, 2)
         return x if tile.kept is None else x[:, tile.kept.to(x.device)]
 
     def rotation(self, tile: PatchTile) -> rope.Rotation:
