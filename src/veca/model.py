@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -848,14 +848,20 @@ class Veca(FeatureModel, nn.Module):
 
     def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
         """What comes out after a layer: through the final norm and output projection, or raw."""
-        x = self.norm(layer.tokens) if norm else layer.tokens
         budget = layer.core_xy.shape[1]
-        if layer.periphery.multiplicity is not None:
+        core_xy = layer.core_xy.expand(layer.tokens.shape[0], -1, -1)
+        x = self.norm(layer.tokens) if norm else layer.tokens
+        # It makes no difference to the features whether tokens are projected or their patches.
+        # Tokens are fewer; but exported, what spreads them is many passes over wide features.
+        late = is_exporting() and layer.periphery.multiplicity is not None
+        if late:
             patches = layer.periphery.spread(x[:, budget:], layer.grid)
             x = torch.cat([x[:, :budget], patches], dim=1)
         x = self.project(x) if norm else x
-        core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
+        patches = x[:, budget:]
+        if not late:
+            patches = layer.periphery.spread(patches, layer.grid)
+        return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
 
 
 def _unpacked(
