@@ -22,6 +22,7 @@ PARTS = {
     "images": "decoded images for training",
     "index": "lists of images found",
     "web": "the runtime of exported pages",
+    "native": "int8 steps compiled for this machine",
 }
 """What can be made again, and so be removed. Anything else, such as weights, is the user's."""
 LIMIT_VARIABLE = "VECA_CACHE_LIMIT"
