@@ -45,8 +45,8 @@ from veca.images import EXTENSIONS
 from veca.model import Block, Veca
 
 SIZES = (512, 1024)
-KEEPS = (0.5, 0.43, 0.42, 0.35, 0.33, 0.25)
-KEEPS_OF_FEW = ((0.25, 48), (0.25, 40), (0.25, 24), (0.25, 16))
+KEEPS = (0.5, 0.45, 0.4, 0.33, 0.25)
+KEEPS_OF_FEW = ((0.25, 48), (0.25, 24))
 """With so many cores."""
 CORES = (8,)
 SMALLER = (3 / 4, 1 / 2)

@@ -12,17 +12,17 @@ Beside the plain rule it runs three others:
 - "second" and "third": the share is chosen at the second or third step, after one or two steps of
   the plain rule with .4, and what could have told is what is there then.
 
-One .npz of losses and one of the rest for each weights and size. Photos of a folder "benchmark" are
-measured like all others, and nothing may be chosen by them: `set` has the folder of each photo.
+One .npz for each weights and size, written anew after every fifty photos. Photos of a folder
+"benchmark" are measured like all others, and nothing may be chosen by them: `set` has the folder of
+each photo.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,16 +34,19 @@ from torch.nn import functional as F
 import veca
 from research import RESULTS
 from research.elastic import agreement, in_folder
-from veca.calibrate import budgets
-from veca.content import LADDER
-from veca.merging import _compared, _windows
+from veca._util.files import atomic_write
+from veca.bench import DTYPES
+from veca.merging import _compared, _windows, take
 from veca.model import EarlyWalk, LayerState, Veca
 
-SHARES = LADDER[:-1]
-THRESHOLDS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
+SHARES = (0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.85)
+"""That are run; losses at others lie between them."""
+THRESHOLDS = (0.4, 0.55, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)
 """Times the threshold that the plain rule has at each step with `BEGUN`, on average."""
 BEGUN = 0.4
 """The share that the first steps go by where a later one chooses."""
+
+RULES = ("second", "third", "threshold")
 
 Targets = Callable[[int, Tensor], Tensor]
 """Of a step, from 0, and the unlikeness of windows [B, W]: the tokens left of each image, [B]."""
@@ -68,16 +71,16 @@ class Pass(NamedTuple):
 def unlikeness(state: LayerState) -> Tensor:
     """Of each window of 2 x 2, as `veca.merging.merge` ranks them: [B, W], inf where merged."""
     patches = state.tokens[:, state.core_xy.shape[1] :]
-    members = _windows(state.grid, 2, patches.device)[0].expand(len(patches), -1)
+    members = _windows(state.grid, 2, patches.device).expand(len(patches), -1)
     token_of = state.periphery.token_of
     tokens_of = members if token_of is None else token_of.gather(1, members)
-    score = _compared(patches, tokens_of.unflatten(1, (-1, 4)))[2] / 4
+    score = _compared(take(patches, tokens_of.unflatten(1, (-1, 4))))[1] / 4
     return score.masked_fill(merged(state), torch.inf)
 
 
 def merged(state: LayerState) -> Tensor:
     """Which windows are one token: [B, W]."""
-    members = _windows(state.grid, 2, state.tokens.device)[0][::4].expand(len(state.tokens), -1)
+    members = _windows(state.grid, 2, state.tokens.device)[::4].expand(len(state.tokens), -1)
     token_of, counts = state.periphery.token_of, state.periphery.multiplicity
     if token_of is None or counts is None:
         return torch.zeros_like(members, dtype=torch.bool)
@@ -94,7 +97,8 @@ def run(model: Veca, early: EarlyWalk, targets: Targets) -> Pass:
         before.append(states)
         wanted = targets(step, scores)
         end = blocks[step + 1] - 1 if step + 1 < len(blocks) else model.config.depth
-        plan = {block: (2, int(wanted.max()), wanted.unsqueeze(1))}
+        most = int(wanted.max())
+        plan = {block: (2, most, None if (wanted == most).all() else wanted.unsqueeze(1))}
         states = list(model._blocks(state, end, plan))
         new = merged(states[0]) & scores.isfinite()
         after.append(states[0])
@@ -114,7 +118,11 @@ def by_share(model: Veca, grid: tuple[int, int], keep: float, begun: int = 0) ->
     shares += [first - (first - keep) * (n + 1) / (steps - begun) for n in range(steps - begun)]
     patches = grid[0] * grid[1]
     least = patches - 3 * (grid[0] // 2) * (grid[1] // 2)
-    left = [max(least, (patches * round(share * 10_000) + 5_000) // 10_000) for share in shares]
+    left, before = [], patches
+    for share in shares:
+        wanted = max(least, (patches * round(share * 10_000) + 5_000) // 10_000)
+        before -= (before - wanted + 2) // 3 * 3  # each window that merges saves three
+        left.append(before)
 
     def targets(step: int, scores: Tensor) -> Tensor:
         return torch.full((len(scores),), left[step], device=scores.device)
@@ -128,6 +136,14 @@ def by_threshold(grid: tuple[int, int], thresholds: Sequence[float]) -> Targets:
         return grid[0] * grid[1] - 3 * below.sum(dim=1)
 
     return targets
+
+
+@torch.inference_mode()
+def thresholds(model: Veca, images: Tensor) -> list[float]:
+    """What the plain rule has with `BEGUN`, at each step, on average."""
+    early = model.before_merging(images)
+    found = run(model, early, by_share(model, early.states[-1].grid, BEGUN))
+    return [float(x) for x in found.highest.mean(dim=0)]
 
 
 def windows_of(values: Tensor) -> Tensor:
@@ -161,11 +177,14 @@ def edges(images: Tensor, patch: int) -> Tensor:
 
 
 @torch.inference_mode()
-def measured(model: Veca, images: Tensor, scale: list[float]) -> dict[str, Tensor]:
+def measured(
+    model: Veca, images: Tensor, scale: Sequence[float], rules: Sequence[str] = RULES
+) -> dict[str, Tensor]:
     """All of it for a batch, by name.
 
     Args:
-        scale: what thresholds are multiples of, for each step; filled in by the first batch.
+        scale: what thresholds are multiples of, for each step.
+        rules: those to run beside the plain one.
     """
     early = model.before_merging(images)
     grid = early.states[-1].grid
@@ -193,8 +212,6 @@ def measured(model: Veca, images: Tensor, scale: list[float]) -> dict[str, Tenso
         if keep == BEGUN:
             for name, states in zip(("second", "third"), one.before[1:3], strict=True):
                 found |= {f"{name} {k}": x for k, x in seen(model, states).items()}
-            if not scale:
-                scale += one.highest.mean(dim=0).tolist()
         passes.append(one._replace(before=[]))
     note("plain", passes)
     # How far CLS and the cores have gone from those of the full pass after the next block.
@@ -209,48 +226,50 @@ def measured(model: Veca, images: Tensor, scale: list[float]) -> dict[str, Tenso
     del passes, full, block
 
     for name, begun in (("second", 1), ("third", 2)):
+        if name not in rules:
+            continue
         most = 1 - (1 - BEGUN) * begun / len(model.config.merge_blocks)
-        ways = [keep for keep in SHARES if keep <= most + 1e-9]
-        note(name, [run(model, early, by_share(model, grid, keep, begun)) for keep in ways])
-    rules = [by_threshold(grid, [t * one for one in scale]) for t in THRESHOLDS]
-    note("threshold", [run(model, early, rule) for rule in rules])
-    found["cores losses"] = torch.stack([losses(model(images, c)) for c in budgets(model)], dim=1)
+        shares = [keep for keep in SHARES if keep <= most + 1e-9]
+        note(name, [run(model, early, by_share(model, grid, keep, begun)) for keep in shares])
+    if "threshold" in rules:
+        ways = [by_threshold(grid, [t * one for one in scale]) for t in THRESHOLDS]
+        note("threshold", [run(model, early, way) for way in ways])
     return found
 
 
 def measure(options: argparse.Namespace) -> None:
-    device = torch.device(options.device)
+    """Photo by photo in an order by lot, so that any part is a fair one; batch by batch kept."""
+    device, dtype = torch.device(options.device), DTYPES[options.precision]
+    torch.set_num_threads(options.threads)
     files = in_folder(options.photos, options.limit)
-    models = [veca.load(name, backend="sdpa").eval().to(device) for name in options.weights]
-    for size in options.sizes:
-        rows: list[list[dict[str, np.ndarray]]] = [[] for _ in models]
-        scales: list[list[float]] = [[] for _ in models]
-        batch = max(1, options.batch * 512**2 // size**2)
-        with ThreadPoolExecutor() as pool:
-            for start in range(0, len(files), batch):
-                part = files[start : start + batch]
-                begin = time.perf_counter()
-                pixels = pool.map(partial(veca.preprocess, size=(size, size)), part)
-                images = torch.cat([found.pixels for found in pixels]).to(device)
-                for model, found, scale in zip(models, rows, scales, strict=True):
-                    values = measured(model, images, scale).items()
-                    found.append({k: _small(k, x) for k, x in values})
-                print(f"{size} px, {len(part)} photos: {time.perf_counter() - begin:.1f} s")
-        for name, found, scale in zip(options.weights, rows, scales, strict=True):
-            joined = {k: np.concatenate([row[k] for row in found]) for k in found[0]}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name, size in itertools.product(options.weights, options.sizes):
+        model = veca.load(name, backend="sdpa").eval().to(device, dtype)
+
+        def load(some: Sequence[Path], model: Veca = model, size: int = size) -> Tensor:
+            pixels = [veca.preprocess(file, (size, size), model=model).pixels for file in some]
+            return torch.cat(pixels).to(device, dtype)
+
+        rows: list[dict[str, np.ndarray]] = []
+        scale = thresholds(model, load(files[:8]))
+        begin = time.perf_counter()
+        for start in range(0, len(files), options.batch):
+            part = files[start : start + options.batch]
+            values = measured(model, load(part), scale, options.rules)
+            rows.append({k: _small(k, x) for k, x in values.items()})
+            done = start + len(part)
+            if done % 50 and done < len(files):
+                continue
+            joined = {k: np.concatenate([row[k] for row in rows]) for k in rows[0]}
             about = {
-                "photo": np.array([f.stem for f in files]),
-                "set": np.array([f.parent.name for f in files]),
+                "photo": np.array([f.stem for f in files[:done]]),
+                "set": np.array([f.parent.name for f in files[:done]]),
                 "shares": np.array(SHARES),
                 "thresholds": np.outer(THRESHOLDS, scale),
             }
-            tells = [k for k in joined if k.startswith(("first", "second", "third", "edges"))]
-            tells = [k for k in tells if not k.endswith(("losses", "left", "lost", "highest"))]
-            told = {k: x for k, x in joined.items() if k not in tells}
-            options.out.mkdir(parents=True, exist_ok=True)
-            place = f"{name}_{size}.npz"
-            np.savez_compressed(options.out / f"losses_{place}", **about, **told)
-            np.savez_compressed(options.out / f"tells_{place}", **{k: joined[k] for k in tells})
+            with atomic_write(options.out / f"content_{name}_{size}.npz") as file:
+                np.savez_compressed(file, **about, **joined)  # type: ignore[arg-type]
+            print(f"{name}, {size} px, {done}: {time.perf_counter() - begin:.0f} s", flush=True)
 
 
 def _small(name: str, values: Tensor) -> np.ndarray:
@@ -271,8 +290,11 @@ def main() -> None:
     command.add_argument("--weights", nargs="+", default=["tiny", "small"])
     command.add_argument("--sizes", type=int, nargs="+", default=[512, 224])
     command.add_argument("--limit", type=int, help="photos")
-    command.add_argument("--batch", type=int, default=100, help="photos of 512 pixels")
-    command.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    command.add_argument("--batch", type=int, default=1, help="photos that run together")
+    command.add_argument("--precision", choices=DTYPES, default="float32")
+    command.add_argument("--rules", nargs="*", choices=RULES, default=RULES)
+    command.add_argument("--threads", type=int, default=1)
+    command.add_argument("--device", default="cpu")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     options.run(options)

@@ -163,10 +163,10 @@ def _attention_flops(c: VecaConfig, tokens: int, pairs: int) -> int:
 def _network_flops(
     c: VecaConfig, patches: int, tokens: Sequence[int], attention: Sequence[int]
 ) -> int:
-    """`tokens` and `attention` layer by layer; the projection sees every patch, merged or not."""
+    """`tokens` and `attention` layer by layer; what is left in the last of them is projected."""
     embed = 2 * patches * c.in_channels * c.patch_size**2 * c.width
     ffn = 2 * sum(tokens) * c.width * 3 * c.hidden_width
-    project = 0 if c.feature_width == c.width else 2 * tokens[0] * c.width * c.feature_width
+    project = 0 if c.feature_width == c.width else 2 * tokens[-1] * c.width * c.feature_width
     return embed + sum(attention) + ffn + project
 
 

@@ -315,9 +315,8 @@ class InferenceEngine(FeatureModel):
         budget, eps = raw.shape[1], self.config.norm_eps
         if not merged or rows is not None:
             return self._finish(x, delta, self.norm, self.project, eps), raw
-        x = self._finish(x, delta, self.norm, None, eps)
-        x = torch.cat([x[:, :budget], periphery.spread(x[:, budget:], grid)], dim=1)
-        return x if self.project is None else F.linear(x, *self.project), raw
+        x = self._finish(x, delta, self.norm, self.project, eps)
+        return torch.cat([x[:, :budget], periphery.spread(x[:, budget:], grid)], dim=1), raw
 
 
 class _State(NamedTuple):

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from veca._util.tracing import has_values
+
 LEAST_KEEP = 0.2
 """The smallest share of patch tokens that may go on."""
 LEAST_OPEN_KEEP = 0.25
@@ -33,7 +35,7 @@ class Periphery(NamedTuple):
     """[B or 1, T, 2] where the tokens are, (x, y) in [-1, 1]."""
     multiplicity: Tensor | None = None
     """[B, T] how many patches a token stands for, 0 for padding; None: each for one."""
-    index: Tensor | None = None
+    owners: Tensor | None = None
     """[B, N] the token of each patch, where `patches` does not tell."""
     patches: Tensor | None = None
     """[B, N] the patches in the order of their tokens, of which each stands for one of them or for
@@ -44,7 +46,7 @@ class Periphery(NamedTuple):
     def token_of(self) -> Tensor | None:
         """[B, N] the token of each patch; None: its own."""
         if self.patches is None or self.multiplicity is None:
-            return self.index
+            return self.owners
         shares = self.multiplicity[:1].squeeze(0).long()
         tokens = torch.arange(len(shares), device=shares.device)
         tokens = tokens.repeat_interleave(shares, output_size=self.patches.shape[1])
@@ -61,14 +63,48 @@ class Periphery(NamedTuple):
         token_of = self.token_of
         if token_of is None or self.multiplicity is None:
             return tokens
+        shared = (self.multiplicity > 1).gather(1, token_of)
+        near = tokens.device.type == "cpu" and not torch.is_grad_enabled()
+        if near and has_values(tokens):
+            return _bilinear(tokens, token_of, shared, grid)
         patches = take(tokens, token_of)
         smooth = patches.unflatten(1, grid)
         for dim, count in enumerate(grid, start=1):
             outwards = _outwards(count, tokens.device)
             smooth = smooth.lerp(smooth.index_select(dim, outwards), 0.25)
-        shared = (self.multiplicity > 1).gather(1, token_of).unsqueeze(-1)
         # Half the time of `where`.
-        return patches.lerp(smooth.flatten(1, 2), shared.to(patches.dtype))
+        return patches.lerp(smooth.flatten(1, 2), shared.unsqueeze(-1).to(patches.dtype))
+
+
+def _bilinear(tokens: Tensor, token_of: Tensor, shared: Tensor, grid: tuple[int, int]) -> Tensor:
+    """`Periphery.spread` in one pass over memory, without gradients: a fourth of the time.
+
+    Each patch is the weighted sum of four tokens: its own, and those of the patches that are next
+    outside its window of two, down, across and in both.
+
+    Args:
+        shared: [B, N] whether the patch shares its token.
+    """
+    (height, width), device = grid, tokens.device
+    places = torch.arange(height * width, device=device).view(grid)
+    down = places.index_select(0, _outwards(height, device))
+    across = _outwards(width, device)
+    around = [places, down, places.index_select(1, across), down.index_select(1, across)]
+    four = torch.stack([x.flatten() for x in around], dim=1)  # [N, 4]
+    weights = torch.tensor([9 / 16, 3 / 16, 3 / 16, 1 / 16], dtype=tokens.dtype, device=device)
+    alone = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=tokens.dtype, device=device)
+    of_four = token_of[:, four]
+    # One that is alone looks at itself only: zero times infinity would be no number.
+    of_four = torch.where(shared.unsqueeze(2), of_four, token_of.unsqueeze(2))
+    weights = torch.where(shared.unsqueeze(2), weights, alone)
+    batch, count, size = tokens.shape
+    summed = F.embedding_bag(
+        _flat(of_four, count).view(-1, 4),
+        tokens.reshape(batch * count, size),
+        per_sample_weights=weights.view(-1, 4),
+        mode="sum",
+    )
+    return summed.view(batch, -1, size)
 
 
 def _outwards(count: int, device: torch.device) -> Tensor:
@@ -146,8 +182,15 @@ def tokens_by_block(
 
 def compared_patches(blocks: tuple[int, ...], keep: float, grid: tuple[int, int]) -> int:
     """How many patches are compared with the mean of their window, in all steps together."""
-    sides = [side for side, _ in merge_plan(blocks, keep, grid).values()]
-    return sum((grid[0] // side) * (grid[1] // side) * side * side for side in sides)
+    patches, whole = grid[0] * grid[1], (grid[0] // 2) * (grid[1] // 2)
+    compared, left = 0, patches
+    for side, target in merge_plan(blocks, keep, grid).values():
+        if side == 2:  # those that have merged are not asked again
+            compared += 4 * ((left - (patches - 4 * whole) - whole) // 3)
+        else:
+            compared += (grid[0] // side) * (grid[1] // side) * side * side
+        left = target
+    return compared
 
 
 def merge(
@@ -173,9 +216,9 @@ def merge(
         cores: so many tokens come before the patches' and go on as they are.
     """
     fixed = isinstance(target, int) and isinstance(tokens.shape[1], int)
-    if fixed and side == 2 and targets is None and periphery.index is None:
+    if fixed and side == 2 and targets is None and periphery.owners is None:
         return _merge_whole(tokens, periphery, grid, target, cores)
-    batch, count = len(tokens), tokens.shape[1] - cores
+    batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     target = _length(target)
     own = torch.arange(count, device=device).expand(batch, -1)
@@ -223,7 +266,7 @@ def merge(
     return _put(take(tokens, order), rows + cores, merged), Periphery(
         xy=places[..., :2],
         multiplicity=places[..., 2].contiguous(),
-        index=position.gather(1, heir).gather(1, token_of),
+        owners=position.gather(1, heir).gather(1, token_of),
     )
 
 
@@ -235,7 +278,7 @@ def _merge_whole(
     Each window that merges saves three tokens. So it is known without a look at the images how
     many will, and those that have merged are not compared again.
     """
-    batch, count = len(tokens), tokens.shape[1] - cores
+    batch, count = tokens.shape[0], tokens.shape[1] - cores
     device = tokens.device
     whole = (grid[0] // 2) * (grid[1] // 2)
     edge = grid[0] * grid[1] - 4 * whole
@@ -287,7 +330,7 @@ def unlikeness(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     """
     members = _windows(grid, 2, tokens.device)
     if not len(members):
-        return tokens.new_zeros(len(tokens), dtype=torch.float32)
+        return tokens.new_zeros(tokens.shape[0], dtype=torch.float32)
     return _compared(tokens[:, members].unflatten(1, (-1, 4)))[1].mean(dim=1) / 4
 
 
@@ -298,7 +341,7 @@ def _compared(inside: Tensor) -> tuple[Tensor, Tensor]:
     mean = wide.mean(dim=2)
     lengths = torch.linalg.vector_norm(wide, dim=-1)
     length = torch.linalg.vector_norm(mean, dim=-1).clamp_min(LEAST_LENGTH)
-    score = _difference(wide, mean, lengths, length)
+    score = _difference(wide.detach(), mean.detach(), lengths.detach(), length.detach())
     stretched = mean * (lengths.mean(dim=2) / length).unsqueeze(-1)
     return stretched.to(inside.dtype), score
 
@@ -343,7 +386,7 @@ def _put(tokens: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 def _flat(index: Tensor, count: int) -> Tensor:
     """An index [B, ...] into `count` rows of each image as one into those of all."""
-    start = torch.arange(len(index), device=index.device).view(-1, *[1] * (index.ndim - 1))
+    start = torch.arange(index.shape[0], device=index.device).view(-1, *[1] * (index.ndim - 1))
     return (index + start * count).flatten()
 
 

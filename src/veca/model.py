@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -46,6 +46,7 @@ from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
 Found = TypeVar("Found")
+_ROWS = 16
 CPU_ROWS = 512
 """Tokens that a CPU takes through the feed-forward at a time when it needs no gradients."""
 
@@ -486,11 +487,16 @@ class Veca(FeatureModel, nn.Module):
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, images.device)
         rotation = rope.rotation(torch.stack(xy), periods)
         patches = self.patch_embed(images.to(self.dtype)).flatten(2).transpose(1, 2)
+        count = patches.shape[1]
+        # Matrix products may round the last rows of odd numbers in another way.
+        missing = (0, 0, 0, -count % _ROWS)
+        patches, cos, sin = (F.pad(x, missing) for x in (patches, *rotation))
         for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
-            patches = cast(Block, block).read(patches, keys, values, rotation)
+            patches = cast(Block, block).read(patches, keys, values, Rotation(cos, sin))
         cores, core_xy = (x.expand(len(patches), -1, -1) for x in (memory.cores, memory.core_xy))
         patches = self.norm(patches)
-        return VecaOutput(cores, self.project(patches) if projection else patches, core_xy, shape)
+        patches = (self.project(patches) if projection else patches)[:, :count]
+        return VecaOutput(cores, patches, core_xy, shape)
 
     def tokens(
         self,
@@ -848,14 +854,20 @@ class Veca(FeatureModel, nn.Module):
 
     def output(self, layer: LayerState, norm: bool = True) -> VecaOutput:
         """What comes out after a layer: through the final norm and output projection, or raw."""
-        x = self.norm(layer.tokens) if norm else layer.tokens
         budget = layer.core_xy.shape[1]
-        if layer.periphery.multiplicity is not None:
+        core_xy = layer.core_xy.expand(layer.tokens.shape[0], -1, -1)
+        x = self.norm(layer.tokens) if norm else layer.tokens
+        # It makes no difference to the features whether tokens are projected or their patches.
+        # Tokens are fewer; but exported, what spreads them is many passes over wide features.
+        late = is_exporting() and layer.periphery.multiplicity is not None
+        if late:
             patches = layer.periphery.spread(x[:, budget:], layer.grid)
             x = torch.cat([x[:, :budget], patches], dim=1)
         x = self.project(x) if norm else x
-        core_xy = layer.core_xy.expand(x.shape[0], -1, -1)
-        return VecaOutput(x[:, :budget], x[:, budget:], core_xy, layer.grid)
+        patches = x[:, budget:]
+        if not late:
+            patches = layer.periphery.spread(patches, layer.grid)
+        return VecaOutput(x[:, :budget], patches, core_xy, layer.grid)
 
 
 def _unpacked(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from veca import native
-from veca.attention import core_attention
+from veca.attention import PartialAttention, core_attention, partial_attention
 from veca.attention.reference import core_bias
 from veca.checks import check_model
 from veca.dense import DenseVit
@@ -404,20 +404,56 @@ class FastBlock(Block):
     ) -> Tensor:
         """As in `Block`; the attention backend is this module's own."""
         batch, count, width = x.shape
-        heads = self.attn.heads
-        qkv = torch.empty(
-            3, heads, batch * count, width // heads, dtype=_attention_dtype(self.packed)
-        )
         patches = patch_rotation or (None, None)
-        cos, sin = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
+        tables = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
         flat = x.reshape(-1, width).contiguous()
-        self.steps.read(flat, cos, sin, qkv)
-        q, k, v = qkv.unflatten(2, (batch, count)).unbind()
+        q, k, v = (part.unflatten(1, (batch, count)) for part in self._asked(flat, *tables))
         if rows is not None:
             q, flat = q[:, :, :rows], x[:, :rows].reshape(-1, width).contiguous()
-        softmax = self.steps.softmax
-        mixed = _mixed(q, k, v, num_cores, multiplicity, softmax)
+        mixed = _mixed(q, k, v, num_cores, multiplicity, self.steps.softmax)
         return self.steps.write(flat, mixed).view(batch, -1, width)
+
+    @torch.no_grad()
+    def read(self, patches: Tensor, keys: Tensor, values: Tensor, rotation: Rotation) -> Tensor:
+        """As in `Block`."""
+        return self._seen(patches, self._looked(patches, rotation)[0], keys, values)
+
+    @torch.no_grad()
+    def through(
+        self,
+        patches: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor,
+    ) -> tuple[Tensor, PartialAttention]:
+        """As `veca.large.layers.through`: patches [B, n, D] after the block, which see the cores'
+        `keys` and `values`; and what the cores, with their `queries`, take from them."""
+        q, k, v = self._looked(patches, rotation)
+        part = partial_attention(_in_halves(queries), k, v)
+        return self._seen(patches, q, keys, values), part
+
+    def _looked(self, patches: Tensor, rotation: Rotation) -> list[Tensor]:
+        """Queries, keys and values [B, H, n, d] of patches [B, n, D] alone."""
+        batch, count, width = patches.shape
+        tables = (_table(table, None, batch) for table in rotation)
+        found = self._asked(patches.reshape(-1, width).contiguous(), *tables)
+        return [part.unflatten(1, (batch, count)).transpose(0, 1) for part in found]
+
+    def _seen(self, patches: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Patches after the block, with queries [B, H, n, d] for the cores' keys and values."""
+        keys, values = _in_halves(keys).to(q.dtype), values.to(q.dtype)
+        mixed = self.steps.softmax(q @ keys.transpose(-1, -2)) @ values
+        flat = patches.reshape(-1, patches.shape[-1]).contiguous()
+        return self.steps.write(flat, (mixed.transpose(0, 1),)).view(patches.shape)
+
+    def _asked(self, flat: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [H, R, d] of rows [R, D], turned, in halves."""
+        heads, width = self.attn.heads, flat.shape[1]
+        qkv = torch.empty(3, heads, len(flat), width // heads, dtype=_attention_dtype(self.packed))
+        self.steps.read(flat, cos, sin, qkv)
+        q, k, v = qkv.unbind()
+        return q, k, v
 
 
 # ------------------------------------------------------------------------------------ arithmetic
@@ -511,6 +547,11 @@ def _table(cores: Tensor, patches: Tensor | None, batch: int) -> Tensor:
     """A rotary table with a row for each token of each image, [B * T, d / 2]."""
     both = [table.expand(batch, -1, -1) for table in (cores, patches) if table is not None]
     return torch.cat(both, dim=1).flatten(0, 1)
+
+
+def _in_halves(x: Tensor) -> Tensor:
+    """Channels of heads in the order that `_for_attention` gives them."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
 def _attention_dtype(layer: PackedBlock) -> torch.dtype:

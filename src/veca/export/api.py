@@ -20,6 +20,7 @@ from veca.errors import ExportError, InputError, OutputError, check_choice
 from veca.export import onnx_file, torch_file, verify
 from veca.export.arranged import arrange
 from veca.export.graph import TRACED_BATCH, TRACED_GRID, frozen_copy, report_of, trace
+from veca.export.int8_graph import rounding_of
 from veca.export.precision import (
     NAMES,
     check_gate,
@@ -184,7 +185,7 @@ def _to_trace(model: Veca, to: str, precision: str, photos: Sequence[Path]) -> V
     dtypes = {"fp16": torch.float16}
     if to != "onnx":
         return frozen_copy(model, {**dtypes, "bf16": torch.bfloat16}.get(precision, torch.float32))
-    if precision == "int8" and model.config.in_channels == 3:
+    if precision == "int8" and model.config.in_channels == 3 and model.quantization is None:
         model = equalised(model, photos)
     return arrange(frozen_copy(model, dtypes.get(precision, torch.float32)))
 
@@ -315,6 +316,7 @@ def _facts(
         **({"keep": keep} if keep != 1 else {}),
         "size": "dynamic" if size is None else list(size),
         "dtype": NAMES[precision],
+        **({"left_in_float32": list(rounding_of(model).leave)} if precision == "int8" else {}),
         "patch_size": c.patch_size,
         "image_mean": list(c.image_mean),
         "image_std": list(c.image_std),
@@ -355,7 +357,8 @@ _ADVICE = {
     "fp32": "please report this with the versions of torch and onnxruntime",
     "fp16": "it may need a wider range of numbers: take bf16 or fp32, or give a lower gate",
     "bf16": "take fp16 or fp32, or give a lower gate",
-    "int8": "take fp16 or bf16, or give a lower gate",
+    "int8": "take fp16 or bf16, give a lower gate, or export weights of which `veca quantize "
+    "--leave` left layers in float32",
 }
 
 

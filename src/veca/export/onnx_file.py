@@ -20,7 +20,7 @@ from veca._util.files import open_file, parse_json
 from veca.config import VecaConfig
 from veca.errors import ExportError, InputError
 from veca.export.graph import OUTPUTS, quiet
-from veca.export.int8_graph import quantize_linear_layers
+from veca.export.int8_graph import left_weights, quantize_linear_layers
 from veca.merging import LEAST_OPEN_KEEP
 
 METADATA = "veca"
@@ -89,6 +89,7 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
     assert exported is not None  # it is None only when a path is given
     proto = exported.model_proto
     _plain_names(proto, config.patch_size)
+    left = left_weights(proto, tuple(facts.get("left_in_float32", ())))
     _forget_origin(proto)
     if facts["size"] == "dynamic":
         _check_grid(onnx, proto, config.patch_size)
@@ -97,7 +98,7 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
     if facts.get("keep") == "any":
         _check_share(onnx, proto)
     if facts["dtype"] == "int8":
-        quantize_linear_layers(onnx, proto)
+        quantize_linear_layers(onnx, proto, left)
     if facts["dtype"] == "bfloat16":
         _store_as_bfloat16(onnx, proto)
     proto.producer_name = "veca"
