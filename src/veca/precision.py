@@ -15,7 +15,8 @@ import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -27,6 +28,7 @@ from veca import native
 from veca.attention import PartialAttention, core_attention, partial_attention
 from veca.attention.reference import core_bias
 from veca.checks import check_model
+from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.errors import InputError, check_choice
 from veca.model import Block, Veca
@@ -135,7 +137,11 @@ def described(model: Veca) -> str:
     if model.precision == "bf16":
         return wide
     rest = wide if has.bf16 else "float32"
-    return f"int8 ({has.int8 or 'no instructions: slow'}), what is left in {rest}"
+    blocks = (cast(FastBlock, block) for block in model.blocks)
+    fast = any(isinstance(block.steps, NativeSteps) for block in blocks)
+    steps = native.compiled().reason if fast else "not compiled"
+    how = has.int8 or "no instructions: slow"
+    return f"int8 ({how}), what is left in {rest}, steps in between {steps}"
 
 
 def expected(device: torch.device | str = "cpu") -> tuple[str, str]:
@@ -194,23 +200,34 @@ def fastest(
                 )
                 continue
         candidates[precision] = one
-    if size is None:
-        size = max(1, round(224 / model.config.patch_size)) * model.config.patch_size
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = measured_at(model.config, size)
     images = torch.zeros(1, model.config.in_channels, height, width)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(_ROUNDS + 1):
-        for name, one in candidates.items():
-            start = time.perf_counter()
-            one(images, cores=cores)
-            if turn:  # the first is to warm up
-                times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    taken = median_times([partial(one, images, cores=cores) for one in candidates.values()])
+    medians = dict(zip(candidates, taken, strict=True))
     best = min(medians, key=lambda name: medians[name])
     ratios = [f"{n} {medians['fp32'] / t:.2f}x" for n, t in medians.items() if n != "fp32"]
     measured = f"beside float32 at {height} x {width} px: {', '.join(ratios)}" if ratios else ""
     reason = "; ".join([*([measured] if measured else []), *rejected])
     return Fastest(candidates[best], reason)
+
+
+def measured_at(config: VecaConfig, size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """The size in pixels at which speeds are compared: as given, or about 224."""
+    if size is None:
+        size = max(1, round(224 / config.patch_size)) * config.patch_size
+    return (size, size) if isinstance(size, int) else size
+
+
+def median_times(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds that each call takes, the median over rounds in which they take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(_ROUNDS + 1):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            if turn:  # the first is to warm up
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
 
 
 def at_precision(
