@@ -341,7 +341,7 @@ def _compared(inside: Tensor) -> tuple[Tensor, Tensor]:
     mean = wide.mean(dim=2)
     lengths = torch.linalg.vector_norm(wide, dim=-1)
     length = torch.linalg.vector_norm(mean, dim=-1).clamp_min(LEAST_LENGTH)
-    score = _difference(wide, mean, lengths, length)
+    score = _difference(wide.detach(), mean.detach(), lengths.detach(), length.detach())
     stretched = mean * (lengths.mean(dim=2) / length).unsqueeze(-1)
     return stretched.to(inside.dtype), score
 

@@ -46,6 +46,7 @@ from veca.rope import Rotation
 
 ATTENTION_KINDS = ("softmax", "norm")
 Found = TypeVar("Found")
+_ROWS = 16
 CPU_ROWS = 512
 """Tokens that a CPU takes through the feed-forward at a time when it needs no gradients."""
 
@@ -486,11 +487,16 @@ class Veca(FeatureModel, nn.Module):
         periods = rope.periods(c.head_width, c.rope_base, c.rope_zero_fraction, images.device)
         rotation = rope.rotation(torch.stack(xy), periods)
         patches = self.patch_embed(images.to(self.dtype)).flatten(2).transpose(1, 2)
+        count = patches.shape[1]
+        # Matrix products may round the last rows of odd numbers in another way.
+        missing = (0, 0, 0, -count % _ROWS)
+        patches, cos, sin = (F.pad(x, missing) for x in (patches, *rotation))
         for block, keys, values in zip(self.blocks, memory.keys, memory.values, strict=True):
-            patches = cast(Block, block).read(patches, keys, values, rotation)
+            patches = cast(Block, block).read(patches, keys, values, Rotation(cos, sin))
         cores, core_xy = (x.expand(len(patches), -1, -1) for x in (memory.cores, memory.core_xy))
         patches = self.norm(patches)
-        return VecaOutput(cores, self.project(patches) if projection else patches, core_xy, shape)
+        patches = (self.project(patches) if projection else patches)[:, :count]
+        return VecaOutput(cores, patches, core_xy, shape)
 
     def tokens(
         self,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from veca._util.compiled import many_shapes
-from veca.attention import core_attention
+from veca.attention import PartialAttention, core_attention, partial_attention
 from veca.attention.reference import core_bias
 from veca.checks import check_model
 from veca.dense import DenseVit
@@ -368,32 +368,77 @@ class FastBlock(Block):
         rows: int | None = None,
     ) -> Tensor:
         """As in `Block`; the attention backend is this module's own."""
-        read, write = self.steps
         batch, count, width = x.shape
-        heads, eps = self.attn.heads, self.norm_attn.eps
-        qkv = torch.empty(
-            3, heads, batch * count, width // heads, dtype=_attention_dtype(self.packed)
-        )
         patches = patch_rotation or (None, None)
         tables = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
         flat = x.reshape(-1, width)
-        parts = zip(*(_parts(tensor) for tensor in (flat, *tables)), strict=True)
-        outs = qkv.split([len(part) for part in _parts(flat)], dim=2)
-        for out, (part, cos, sin) in zip(outs, parts, strict=True):
-            first, second, values = read(part, cos, sin, self.packed, eps)
-            half = first.shape[-1]
-            out[:2, ..., :half] = first.permute(1, 2, 0, 3)
-            out[:2, ..., half:] = second.permute(1, 2, 0, 3)
-            out[2] = values.transpose(0, 1)
-        q, k, v = qkv.unflatten(2, (batch, count)).unbind()
+        q, k, v = (part.unflatten(1, (batch, count)) for part in self._asked(flat, *tables))
         if rows is not None:
             q, x = q[:, :, :rows], x[:, :rows]
             flat = x.reshape(-1, width)
         mixed = _mixed(q, k, v, num_cores, multiplicity).reshape(-1, width)
+        return self._after(flat, mixed).view(x.shape)
+
+    @torch.no_grad()
+    def read(self, patches: Tensor, keys: Tensor, values: Tensor, rotation: Rotation) -> Tensor:
+        """As in `Block`."""
+        return self._seen(patches, self._looked(patches, rotation)[0], keys, values)
+
+    @torch.no_grad()
+    def through(
+        self,
+        patches: Tensor,
+        rotation: Rotation,
+        keys: Tensor,
+        values: Tensor,
+        queries: Tensor,
+    ) -> tuple[Tensor, PartialAttention]:
+        """As `veca.large.layers.through`: patches [B, n, D] after the block, which see the cores'
+        `keys` and `values`; and what the cores, with their `queries`, take from them."""
+        q, k, v = self._looked(patches, rotation)
+        part = partial_attention(_in_halves(queries), k, v)
+        return self._seen(patches, q, keys, values), part
+
+    def _looked(self, patches: Tensor, rotation: Rotation) -> list[Tensor]:
+        """Queries, keys and values [B, H, n, d] of patches [B, n, D] alone."""
+        batch, count, width = patches.shape
+        tables = (_table(table, None, batch) for table in rotation)
+        found = self._asked(patches.reshape(-1, width), *tables)
+        return [part.unflatten(1, (batch, count)).transpose(0, 1) for part in found]
+
+    def _seen(self, patches: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Patches after the block, with queries [B, H, n, d] for the cores' keys and values."""
+        width = patches.shape[-1]
+        keys, values = _in_halves(keys).to(q.dtype), values.to(q.dtype)
+        mixed = (q @ keys.transpose(-1, -2)).softmax(dim=-1) @ values
+        mixed = mixed.transpose(1, 2).reshape(-1, width)
+        return self._after(patches.reshape(-1, width), mixed).view(patches.shape)
+
+    def _asked(self, flat: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [H, R, d] of rows [R, D], turned, in halves."""
+        read, _ = self.steps
+        heads, eps = self.attn.heads, self.norm_attn.eps
+        qkv = torch.empty(
+            3, heads, len(flat), flat.shape[1] // heads, dtype=_attention_dtype(self.packed)
+        )
+        parts = zip(*(_parts(tensor) for tensor in (flat, cos, sin)), strict=True)
+        outs = qkv.split([len(part) for part in _parts(flat)], dim=2)
+        for out, part in zip(outs, parts, strict=True):
+            first, second, values = read(*part, self.packed, eps)
+            half = first.shape[-1]
+            out[:2, ..., :half] = first.permute(1, 2, 0, 3)
+            out[:2, ..., half:] = second.permute(1, 2, 0, 3)
+            out[2] = values.transpose(0, 1)
+        q, k, v = qkv.unbind()
+        return q, k, v
+
+    def _after(self, flat: Tensor, mixed: Tensor) -> Tensor:
+        """Rows [R, D] after the block, given what attention found for them."""
+        _, write = self.steps
         after = torch.empty_like(flat)
         for out, part, seen in zip(_parts(after), _parts(flat), _parts(mixed), strict=True):
-            write(out, part, seen, self.packed, eps)
-        return after.view(x.shape)
+            write(out, part, seen, self.packed, self.norm_ffn.eps)
+        return after
 
 
 # ------------------------------------------------------------------------------------ arithmetic
@@ -483,6 +528,11 @@ def _table(cores: Tensor, patches: Tensor | None, batch: int) -> Tensor:
     """A rotary table with a row for each token of each image, [B * T, d / 2]."""
     both = [table.expand(batch, -1, -1) for table in (cores, patches) if table is not None]
     return torch.cat(both, dim=1).flatten(0, 1)
+
+
+def _in_halves(x: Tensor) -> Tensor:
+    """Channels of heads in the order that `_for_attention` gives them."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
 def _attention_dtype(layer: PackedBlock) -> torch.dtype:

@@ -16,9 +16,11 @@ from veca import rope
 from veca.attention import PartialAttention, partial_attention
 from veca.core_memory import CoreMemory, weights_stamp
 from veca.large import layers
+from veca.large.picture import Pixels
 from veca.large.plan import PatchTile
 from veca.large.states import States
 from veca.large.work import Work
+from veca.large.writers import Features
 
 
 class ImagePass(Work):
@@ -76,34 +78,50 @@ class ImagePass(Work):
         if sums is None:
             none = start.keys[:, :, :0]
             sums = partial_attention(queries, none, none).to(self.wide)
-        for index in range(journal.tiles, len(self.tiles)):
-            part = self._tile(number, index, queries)
+        before = (number - 1) * len(self.tiles)
+        found = self.tiles_through(
+            journal.tiles,
+            lambda index: self._read(number, index),
+            lambda index, read: self._compute(number, index, *read, queries),
+        )
+        for index, (x, part) in found:
             sums = sums.join(part.to(self.wide))
+            if isinstance(x, Tensor):
+                self.states.put(index, number, x)
+            else:
+                self.write(self.tiles[index], x)
             journal.add_tile(index + 1, sums)
-            done = (number - 1) * len(self.tiles) + index + 1
-            self.tell(done, len(self.model.blocks) * len(self.tiles))
+            self.tell(before + index + 1, len(self.model.blocks) * len(self.tiles))
         own = partial_attention(queries, start.keys, start.values).to(self.wide)
         return layers.end(
             layers.block_of(self.model, number), start, self.ranks.join(sums).join(own)
         )
 
-    def _tile(self, number: int, index: int, queries: Tensor) -> PartialAttention:
-        """A tile through one layer; what the cores take from it."""
-        tile, rotation = self.tiles[index], self.rotation(self.tiles[index])
+    def _read(self, number: int, index: int) -> tuple[Tensor | None, Pixels | None]:
+        """A tile's state before a layer; or else its pixels."""
         x = self.states.get(index, number - 1) if number > 1 else None
+        return x, self.window(self.tiles[index]) if x is None else None
+
+    def _compute(
+        self, number: int, index: int, x: Tensor | None, window: Pixels | None, queries: Tensor
+    ) -> tuple[Tensor | Features, PartialAttention]:
+        """A tile through one layer: its state, or after the last its features; and what the cores
+        take from it."""
+        tile, rotation = self.tiles[index], self.rotation(self.tiles[index])
         if x is None:
-            x = self._from_pixels(tile, number - 1, rotation)
+            assert window is not None
+            x = self._from_pixels(tile, window, number - 1, rotation)
         start, block = self.journal.layers[-1], layers.block_of(self.model, number)
         x, part = layers.through(block, x, rotation, start, queries)
         if number < len(self.model.blocks):
-            self.states.put(index, number, x)
-        else:
-            self.write(tile, x)
-        return part
+            return x, part
+        return self.on_grid(tile, self.given(x)[0]), part
 
-    def _from_pixels(self, tile: PatchTile, after: int, rotation: rope.Rotation) -> Tensor:
+    def _from_pixels(
+        self, tile: PatchTile, window: Pixels, after: int, rotation: rope.Rotation
+    ) -> Tensor:
         """A tile's state after some layers, from its pixels and what the cores held ready."""
-        x = self.tokens(tile)
+        x = self.tokens(tile, window)
         for number, layer in enumerate(self.journal.layers[:after], start=1):
             x = layers.block_of(self.model, number).read(x, layer.keys, layer.values, rotation)
         return x

@@ -18,6 +18,7 @@ from veca._util import files, tensor_file
 from veca.attention import PartialAttention
 from veca.errors import LargeError, OutputError, VecaError, shown
 from veca.large.layers import LayerStart
+from veca.large.plan import SAVED_EVERY
 
 MANIFEST, SUMS, STATES = "manifest.json", "sums.safetensors", "states.bin"
 _NEW = "sums.new"
@@ -57,6 +58,9 @@ class Journal:
             finally:
                 if not self.layers:  # nothing has been done that could be gone on with
                     self.remove()
+                elif (self.folder / MANIFEST).exists():
+                    with contextlib.suppress(VecaError):  # then what was written down last holds
+                        self._save()
 
     def _begin(self, settings: dict[str, Any]) -> None:
         assert self.folder is not None
@@ -121,11 +125,16 @@ class Journal:
         self.tiles, self.sums = 0, None
 
     def add_tile(self, tiles: int, sums: PartialAttention) -> None:
-        """So many tiles of the layer are done. Not flushed: a killed process loses nothing, and
-        when the power goes the layer begins anew."""
+        """So many tiles of the layer are done. It is written down now and then, and at the end."""
         self.tiles, self.sums = tiles, sums
-        if self.folder is None:
+        if tiles % SAVED_EVERY == 0:
+            self._save()
+
+    def _save(self) -> None:
+        """Not flushed: when the power goes the layer begins anew."""
+        if self.folder is None or self.sums is None:
             return
+        tiles, sums = self.tiles, self.sums
         place = torch.tensor([len(self.layers), tiles])
         tensors = {name: part.cpu().contiguous() for name, part in sums._asdict().items()}
         tensors["place"] = place

@@ -14,6 +14,7 @@ from torch import Tensor
 from veca import rope
 from veca.attention import PartialAttention, partial_attention, patch_rows
 from veca.model import Block, Veca
+from veca.precision import FastBlock
 from veca.rope import Rotation
 
 
@@ -81,6 +82,8 @@ def through(
     beside: Beside | None = None,
 ) -> tuple[Tensor, PartialAttention]:
     """Some patches [B, n, D] through a layer, and what the cores take from them."""
+    if isinstance(block, FastBlock) and beside is None:
+        return block.through(patches, rotation, start.keys, start.values, queries)
     normed = block.norm_attn(patches)
     keys, values = block.attn.keys_and_values(normed, rotation)
     part = partial_attention(queries, keys, values)

@@ -133,21 +133,21 @@ def region(
             f"the region of {size[0]} x {size[1]} pixels at {tuple(at)} lies outside the picture "
             f"of {height} x {width}."
         )
-    pixels = tile_pixels(source, model.config, corner, shape)
-    return pixels.to(model.device, model.dtype)
+    window = tile_window(source, patch, corner, shape)
+    return normalized(window, model.config).to(model.device, model.dtype)
 
 
-def tile_pixels(
-    picture: Picture, config: VecaConfig, at: tuple[int, int], shape: tuple[int, int]
-) -> Tensor:
-    """The normalised pixels of a tile of patches [1, 3, h, w], float32.
+def tile_window(
+    picture: Picture, patch_size: int, at: tuple[int, int], shape: tuple[int, int]
+) -> Pixels:
+    """The pixels of a tile of patches, uint8 [h, w, 3].
 
     Patches that reach over the picture's edge repeat its last pixels.
 
     Args:
         at, shape: the first patch (row, column), and how many down and across.
     """
-    size = config.patch_size
+    size = patch_size
     top, left = (side * size for side in at)
     height = min(shape[0] * size, picture.shape[0] - top)
     width = min(shape[1] * size, picture.shape[1] - left)
@@ -164,6 +164,10 @@ def tile_pixels(
             f"{list(window.shape)}."
         )
     missing = ((0, shape[0] * size - height), (0, shape[1] * size - width), (0, 0))
-    window = np.pad(window, missing, mode="edge") if np.any(missing) else window
+    return np.pad(window, missing, mode="edge") if np.any(missing) else window
+
+
+def normalized(window: Pixels, config: VecaConfig) -> Tensor:
+    """uint8 [h, w, 3] as the weights want it, float32 [1, 3, h, w]."""
     pixels = torch.from_numpy(window.copy()).permute(2, 0, 1).float().div(255)
     return normalize(pixels, config.image_mean, config.image_std)[None]

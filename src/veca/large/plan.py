@@ -12,6 +12,7 @@ from torch import Tensor
 
 from veca._util.memory import forward_bytes
 from veca._util.numbers import count, gigabytes, parse_bytes
+from veca._util.threads import batches_at_once
 from veca.checks import check_budget
 from veca.errors import LargeError, at_least, check_choice
 from veca.model import Veca
@@ -21,6 +22,8 @@ SPILLS = ("auto", "memory", "disk", "recompute")
 _SIDES = {"cpu": 32, "cuda": 128}
 """Patches a side of a tile where memory allows: what stays in a CPU's cache, or fills a GPU."""
 _LEAST_SIDE = 4
+SAVED_EVERY = 16
+"""Tiles after which it is written down how far a pass is; so many are done again at most."""
 SLOT_HEADER = 32
 """Bytes before a tile's state on disk, which say whose it is."""
 
@@ -105,6 +108,7 @@ def plan(
     limit = parse_bytes(memory)
     budget = check_budget(cores, c.num_cores)
     patches = grid[0] * grid[1] if mask is None else int(mask.sum())
+    at_once = batches_at_once(model.device) if model.device.type == "cpu" else 1
     number = torch.empty((), dtype=model.dtype).element_size()
     state_bytes = 0 if halo is not None else -(-patches // ranks) * c.width * number
     # The memory of the layers so far, which grows to the whole of it.
@@ -113,7 +117,8 @@ def plan(
     def need(side: int) -> int:
         side += 2 * (halo or 0)
         scores = 2 * 4 * c.heads * budget * side * side  # of the cores, float32
-        return forward_bytes(c, side * c.patch_size, side * c.patch_size) + scores + kept
+        one = forward_bytes(c, side * c.patch_size, side * c.patch_size) + scores
+        return at_once * one + kept
 
     least = _LEAST_SIDE if side is None else at_least("tile side", side)
     wish = side or _SIDES.get(model.device.type, _SIDES["cpu"])
@@ -133,7 +138,7 @@ def plan(
     elif spill == "auto":
         spill = "memory" if inside else "disk" if has_disk else "recompute"
     tiles = sum(1 for _ in cut(grid, wish, mask))
-    slots = (-(-tiles // ranks) + 1) * (wish * wish * c.width * number + SLOT_HEADER)
+    slots = (-(-tiles // ranks) + SAVED_EVERY) * (wish * wish * c.width * number + SLOT_HEADER)
     return Estimate(
         grid=grid,
         patches=patches,

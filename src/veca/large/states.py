@@ -6,6 +6,7 @@ pixels. So a damaged or lost file costs time, never the result.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from veca._util.files import output_errors, reserve, write_all
-from veca.large.plan import SLOT_HEADER
+from veca.large.plan import SAVED_EVERY, SLOT_HEADER
 
 
 class States(Protocol):
@@ -61,11 +62,11 @@ class MemoryStates:
 
 
 class DiskStates:
-    """One file of slots, one more than tiles.
+    """One file of slots, some more than tiles.
 
-    A state never overwrites the one it was computed from: tile t after layer l goes where tile
-    t - 1 was before it. So whenever the process is killed, what it needs to go on is there. Each
-    slot says whose it is, with a checksum.
+    A state overwrites none that a stopped pass would begin with: tile t after layer l goes where
+    tile t - `SAVED_EVERY` was before it, and by then it is written down that this one is done.
+    Each slot says whose it is, with a checksum. Any thread may call `get`.
     """
 
     def __init__(
@@ -82,9 +83,9 @@ class DiskStates:
             tiles: how many there are, of at most `most` patches of `width` numbers each.
         """
         self._width, self._dtype, self._device = width, dtype, device
-        self._slots, self._most = tiles + 1, most
+        self._slots, self._most = tiles + SAVED_EVERY, most
         self._size = SLOT_HEADER + most * width * dtype.itemsize
-        self._path = path
+        self._path, self._lock = path, threading.Lock()
         with output_errors(path):
             self._file = open(path, "r+b" if path.exists() else "w+b", buffering=0)  # noqa: PTH123, SIM115
             try:
@@ -95,7 +96,7 @@ class DiskStates:
                 raise
 
     def _place(self, tile: int, layer: int) -> int:
-        return (tile - layer) % self._slots * self._size
+        return (tile - SAVED_EVERY * layer) % self._slots * self._size
 
     def get(self, tile: int, layer: int) -> Tensor | None:
         place = self._place(tile, layer)
@@ -121,13 +122,15 @@ class DiskStates:
 
     def _read(self, count: int, place: int) -> bytearray:
         data = bytearray(count)
-        self._file.seek(place)
-        self._file.readinto(data)
+        with self._lock:
+            self._file.seek(place)
+            self._file.readinto(data)
         return data
 
     def _write(self, data: memoryview, place: int) -> None:
-        self._file.seek(place)
-        write_all(self._file, data)
+        with self._lock:
+            self._file.seek(place)
+            write_all(self._file, data)
 
     def close(self) -> None:
         self._file.close()

@@ -14,7 +14,7 @@ import torch
 from veca._util.extras import require
 from veca.core_memory import CoreMemory
 from veca.errors import LargeError, MissingExtraError, at_least
-from veca.large.picture import Picture, tile_pixels
+from veca.large.picture import Picture, normalized, tile_window
 from veca.large.sources import open_source
 from veca.large.view import PictureLook, PictureView
 from veca.large.writers.zarr_store import FACTS, FEATURES, MASK, MEMORY
@@ -113,7 +113,8 @@ class FeatureStore:
                 "nothing is kept of them; read the features from the store."
             )
         source = self.picture() if picture is None else picture
-        pixels = tile_pixels(source, model.config, (row, column), (rows, columns))
+        window = tile_window(source, model.config.patch_size, (row, column), (rows, columns))
+        pixels = normalized(window, model.config)
         size = self.patch_size
         out = model.read(
             memory,

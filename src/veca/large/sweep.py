@@ -34,6 +34,7 @@ from veca.large.work import Progress, Work
 from veca.large.writers import Layout, TileWriter, as_writer, place_of
 from veca.large.writers.arrays import ArrayWriter
 from veca.model import Veca
+from veca.precision import recorded
 
 CONTEXTS = ("image", "tile", "overview", "tile+overview")
 """What a patch sees beside its own pixels."""
@@ -185,6 +186,7 @@ def features(
     identity = source.identity() if folder is not None or path is not None else ""
     settings = {
         "weights": weights_stamp(model),
+        "precision": recorded(model),
         "picture": identity,
         "grid": list(grid),
         "cores": budget,
@@ -194,7 +196,7 @@ def features(
         "mask": None if there is None else _digest(there),
         "tile": estimated.side,
     }
-    facts = {**settings, "precision": str(model.dtype)[6:], **_facts(source, config)}
+    facts = {**settings, **_facts(source, config)}
     numbers = config.feature_width if width == "projected" else config.width
     layout = Layout(grid, numbers, estimated.side, config.patch_size, source, there, facts)
     journal = Journal(folder)

@@ -15,9 +15,10 @@ from veca import rope
 from veca.attention import PartialAttention
 from veca.core_memory import CoreMemory
 from veca.large import layers
-from veca.large.picture import tile_pixels
+from veca.large.picture import Pixels
 from veca.large.plan import PatchTile
 from veca.large.work import Work
+from veca.large.writers import Features
 
 
 class _Window(NamedTuple):
@@ -56,9 +57,11 @@ class WindowPass(Work):
         elif not writer_resumed:
             journal.forget_tiles()
         sums = journal.sums or self._none()
-        for index in range(journal.tiles, total):
+        for index, (features, cores) in self.tiles_through(
+            journal.tiles, self._read, self._compute
+        ):
             tile = self.tiles[index]
-            cores = self._tile(tile)
+            self.write(tile, features)
             # The mean over patches of what their tiles' cores became.
             share = self._none()
             share = share._replace(total=share.total + tile.patches)
@@ -73,11 +76,15 @@ class WindowPass(Work):
         zero = torch.zeros(1, 1, self.budget, dtype=self.wide, device=self.model.device)
         return PartialAttention(zero, zero, zero.new_zeros(1, 1, self.budget, c.feature_width))
 
-    def _tile(self, tile: PatchTile) -> Tensor:
-        """Compute and write a tile; its cores' features [1, C, D']."""
+    def _read(self, index: int) -> Pixels:
+        return self.window(self._window(self.tiles[index]).seen)
+
+    def _compute(self, index: int, read: Pixels) -> tuple[Features, Tensor]:
+        """A tile's features, and those of its cores [1, C, D']."""
+        tile = self.tiles[index]
         window = self._window(tile)
         if self.keep is not None:
-            return self._merged(tile, window)
+            return self._merged(window, read)
         seen, shape = window.seen, (window.seen.height, window.seen.width)
         xy = rope.region_coordinates(shape, (0, 0), shape, self.periods.device)
         xy = xy if seen.kept is None else xy[seen.kept.to(xy.device)]
@@ -91,20 +98,18 @@ class WindowPass(Work):
             ]
         tokens, raw = layers.bank_of(self.model, self.budget)
         x, tokens, _ = layers.forward(
-            self.model, self.tokens(seen), rotation, tokens, raw, beside=beside
+            self.model, self.tokens(seen, read), rotation, tokens, raw, beside=beside
         )
-        self._write_inside(tile, window, self.given(x)[0])
-        return self.model.project(self.model.norm(tokens))
+        features = self.on_grid(seen, self.given(x)[0])[window.inside]
+        return features, self.model.project(self.model.norm(tokens))
 
-    def _merged(self, tile: PatchTile, window: _Window) -> Tensor:
+    def _merged(self, window: _Window, read: Pixels) -> tuple[Features, Tensor]:
         """By the model itself, which merges patches."""
-        model, seen = self.model, window.seen
-        shape, at = (seen.height, seen.width), (seen.row, seen.column)
-        pixels = tile_pixels(self.picture, model.config, at, shape)
+        model = self.model
         run = model if self.projected else model.tokens
-        out = run(pixels.to(model.device, model.dtype), self.budget, keep=self.keep)
-        self._write_inside(tile, window, out.patches[0])
-        return out.cores if self.projected else model.project(out.cores)
+        out = run(self.pixels(read), self.budget, keep=self.keep)
+        features = self.on_grid(window.seen, out.patches[0])[window.inside]
+        return features, out.cores if self.projected else model.project(out.cores)
 
     def _window(self, tile: PatchTile) -> _Window:
         (rows, columns), halo = self.grid, self.halo
@@ -119,15 +124,6 @@ class WindowPass(Work):
         inside = (slice(down, down + tile.height), slice(across, across + tile.width))
         return _Window(PatchTile(top, left, bottom - top, right - left, kept), inside)
 
-    def _write_inside(self, tile: PatchTile, window: _Window, found: Tensor) -> None:
-        """Write the tile's features out of its window's [n, D']."""
-        seen, found = window.seen, found.float().cpu()
-        if seen.kept is not None:
-            whole = found.new_zeros(seen.height * seen.width, found.shape[1])
-            found = whole.index_copy(0, seen.kept, found)
-        features = found.view(seen.height, seen.width, -1)[window.inside]
-        self.writer.add(tile.row, tile.column, features.numpy())
-
 
 class OverviewPass(WindowPass):
     """Patches see the cores of an overview and no others, so nothing changes with the tiles."""
@@ -136,12 +132,15 @@ class OverviewPass(WindowPass):
         _, cores = super().run(writer_resumed)
         return self.memory, cores
 
-    def _tile(self, tile: PatchTile) -> Tensor:
+    def _read(self, index: int) -> Pixels:
+        return self.window(self.tiles[index])
+
+    def _compute(self, index: int, read: Pixels) -> tuple[Features, Tensor]:
         assert self.memory is not None
-        x, rotation = self.tokens(tile), self.rotation(tile)
+        tile = self.tiles[index]
+        x, rotation = self.tokens(tile, read), self.rotation(tile)
         for number, (keys, values) in enumerate(
             zip(self.memory.keys, self.memory.values, strict=True), start=1
         ):
             x = layers.block_of(self.model, number).read(x, keys, values, rotation)
-        self.write(tile, x)
-        return self.memory.cores
+        return self.on_grid(tile, self.given(x)[0]), self.memory.cores

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from veca import rope
+from veca._util.threads import batches_at_once
 from veca.core_memory import CoreMemory
+from veca.embed.pipeline import compute_ahead, read_ahead
 from veca.large import layers
 from veca.large.journal import Journal
-from veca.large.picture import Picture, tile_pixels
+from veca.large.picture import Picture, Pixels, normalized, tile_window
 from veca.large.plan import PatchTile
 from veca.large.ranks import Ranks
-from veca.large.writers import Layout, TileWriter
+from veca.large.writers import Features, Layout, TileWriter
 from veca.large.writers.arrays import ArrayWriter
 from veca.model import Veca
+
+Found = TypeVar("Found")
+Made = TypeVar("Made")
+
+
+READ_AHEAD = 2
+"""Tiles that wait to be computed, beside those that are."""
 
 
 class Progress(Protocol):
@@ -69,12 +78,41 @@ class Work:
         # In memory each rank has its own.
         return bool(found) and not isinstance(self.writer, ArrayWriter)
 
-    def tokens(self, tile: PatchTile) -> Tensor:
+    def tiles_through(
+        self, first: int, read: Callable[[int], Found], compute: Callable[[int, Found], Made]
+    ) -> Iterator[tuple[int, Made]]:
+        """What `compute` makes of what `read` gives for the tiles from `first` on, in order.
+
+        One thread reads ahead, and on a CPU each of torch's threads computes a tile of its own; so
+        what comes out does not depend on how many there are.
+        """
+        device = self.model.device
+
+        def read_one(index: int) -> tuple[int, Found]:
+            return index, read(index)
+
+        @torch.no_grad()  # which holds in its own thread alone
+        def compute_one(found: tuple[int, Found]) -> tuple[int, Made]:
+            return found[0], compute(*found)
+
+        at_once = batches_at_once(device)
+        ahead = read_ahead(
+            read_one, range(first, len(self.tiles)), workers=1, ahead=at_once + READ_AHEAD
+        )
+        threads = 1 if device.type == "cpu" else None
+        yield from compute_ahead(compute_one, ahead, at_once=at_once, threads=threads)
+
+    def window(self, tile: PatchTile) -> Pixels:
+        """uint8 [h, w, 3]: a quarter of what is computed with, while it waits."""
+        place, shape = (tile.row, tile.column), (tile.height, tile.width)
+        return tile_window(self.picture, self.model.config.patch_size, place, shape)
+
+    def pixels(self, window: Pixels) -> Tensor:
+        return normalized(window, self.model.config).to(self.model.device, self.model.dtype)
+
+    def tokens(self, tile: PatchTile, window: Pixels) -> Tensor:
         """The patches of a tile that are there, embedded [1, n, D]."""
-        model = self.model
-        shape = (tile.height, tile.width)
-        pixels = tile_pixels(self.picture, model.config, (tile.row, tile.column), shape)
-        x = model.patch_embed(pixels.to(model.device, model.dtype)).flatten(2).transpose(1, 2)
+        x = self.model.patch_embed(self.pixels(window)).flatten(2).transpose(1, 2)
         return x if tile.kept is None else x[:, tile.kept.to(x.device)]
 
     def rotation(self, tile: PatchTile) -> rope.Rotation:
@@ -83,13 +121,16 @@ class Work:
         xy = xy if tile.kept is None else xy[tile.kept.to(xy.device)]
         return rope.rotation(xy.unsqueeze(0), self.periods)
 
-    def write(self, tile: PatchTile, x: Tensor) -> None:
-        found = self.given(x)[0].float().cpu()
+    def on_grid(self, tile: PatchTile, found: Tensor) -> Features:
+        """What belongs to the patches of a tile that are there [n, D'] as [h, w, D'], else 0."""
+        found = found.float().cpu()
         if tile.kept is not None:
             whole = found.new_zeros(tile.height * tile.width, found.shape[1])
             found = whole.index_copy(0, tile.kept, found)
-        found = found.view(tile.height, tile.width, -1)
-        self.writer.add(tile.row, tile.column, found.numpy())
+        return found.view(tile.height, tile.width, -1).numpy()
+
+    def write(self, tile: PatchTile, features: Features) -> None:
+        self.writer.add(tile.row, tile.column, features)
 
     def given(self, x: Tensor) -> Tensor:
         """Features of tokens that went through all layers."""

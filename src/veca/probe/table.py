@@ -235,7 +235,8 @@ def csv_text(run: Run) -> str:
     names = [
         "task", "dataset", "protocol", "backbone", "role", "cores", "keep", "agreement",
         "precision", "size", "height", "width", *metrics, "retention_teacher", "retention_full",
-        *_ENDS, "interactions", "flops", "ms", "spread_ms", "device", "threads", "torch", "veca", "date",
+        *_ENDS, "interactions", "flops", "ms", "spread_ms", "device", "threads",
+        "torch", "veca", "date",
     ]  # fmt: skip
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
