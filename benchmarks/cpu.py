@@ -28,25 +28,36 @@ from torch import Tensor
 
 import veca
 from benchmarks.common import write_csv
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, read_csv
 from benchmarks.tables import PLAIN
 from veca import bench
 from veca.bench import BenchPlan, take_turns
+from veca.export import export_model
 from veca.images import find_images
 from veca.model import Veca
+from veca.outputs import VecaOutput
 from veca.precision import at_precision
 from veca.quantization import linear_layers, mean_agreement, photo_batches
 
-KEEP = 0.5
+KEEP = {"tiny": 0.33, "small": 0.43}
+"""The first of the keep points of docs/elastic.md."""
+CSV = "cpu_precision.csv"
+SPEED = ("rounds", "ms", "times faster", "floor ms", "of floor")
+AGREES = ("photos", "cls", "patches")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--photos", type=Path, help="squares that chose nothing: precisions")
     parser.add_argument("--weights", nargs="+", default=["tiny", "weights/veca_small_patch16"])
     parser.add_argument("--pixels", type=int, nargs="+", default=[224, 512], help="with --photos")
-    parser.add_argument("--rounds", type=int, default=15, help="with --photos")
-    parser.add_argument("--agree", type=int, default=100, help="photos to compare on")
-    parser.add_argument("--compiled", action="store_true", help="also compiled")
+    parser.add_argument("--rounds", type=int, default=25, help="with --photos; 0: no times")
+    parser.add_argument(
+        "--agree", type=int, default=100, help="photos to compare on; 0: the file's"
+    )
+    parser.add_argument("--onnx", type=Path, default=Path("onnx"), help="exported files, kept")
+    parser.add_argument(
+        "--threads-of-precisions", type=int, nargs="+", default=[1, 2], help="with --photos"
+    )
     parser.add_argument("--preset", default="small")
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--cores", type=int, nargs="+", default=[8, 64])
@@ -79,69 +90,120 @@ def run(options: argparse.Namespace) -> None:
 
 @torch.inference_mode()
 def precisions(options: argparse.Namespace) -> None:
-    photos = find_images([str(options.photos)])
-    photos = photos[:: max(1, len(photos) // options.agree)][: options.agree]
-    rows: list[dict[str, Any]] = []
+    found = find_images([str(options.photos)])
+    photos = found[:: max(1, len(found) // (options.agree or 1))][: options.agree or 1]
     for name, size in itertools.product(options.weights, options.pixels):
-        model = veca.load(name)
-        runs = contenders(model, compiled=options.compiled)
+        model, called = veca.load(name), Path(name).name
+        runs = contenders(model, called, size, options.onnx)
         torch.set_num_threads(1)
-        agreement = {
+        agreements = {
             label: mean_agreement(call, model, photo_batches(model, photos, size))
             for label, call in runs.items()
-            if label != PLAIN
+            if label != PLAIN and options.agree
         }
         (image,) = photo_batches(model, photos[:1], size)
-        for threads in (1, 2):
+        for threads in options.threads_of_precisions:
             torch.set_num_threads(threads)
-            times = timed(runs, model, image, options.rounds)
-            floor = statistics.median(times.pop("floor"))
-            for label, taken in times.items():
-                ratios = [a / b for a, b in zip(times[PLAIN], taken, strict=True)]
-                found = agreement.get(label)
-                rows.append(
-                    {
-                        "set": f"{Path(name).name} {size}",
-                        "weights": Path(name).name,
-                        "size": size,
-                        "threads": threads,
-                        "contender": label,
-                        "photos": len(photos),
-                        "rounds": options.rounds,
-                        "ms": f"{statistics.median(taken):.2f}",
-                        "times faster": f"{statistics.median(ratios):.3f}",
-                        "cls": "" if found is None else f"{found.cls:.5f}",
-                        "patches": "" if found is None else f"{found.patches:.5f}",
-                        "floor ms": f"{floor:.2f}",
-                        "of floor": f"{statistics.median(taken) / floor:.2f}",
-                    }
-                )
-                print(*rows[-1].values(), flush=True)
+            times, floor = timed(runs, model, image, options.rounds)
+            key = f"{called} {size} {threads}"
+            path = options.out / CSV
+            there = read_csv(path) if path.is_file() else []
+            before = {r["contender"]: r for r in there if r["set"] == key}
+            rows: list[dict[str, Any]] = []
+            for label in runs:
+                row: dict[str, Any] = {
+                    "set": key,
+                    "weights": called,
+                    "size": size,
+                    "threads": threads,
+                    "contender": label,
+                }
+                old = before.get(label, {})
+                row |= {at: old.get(at, "") for at in (*SPEED, *AGREES)}
+                if label in times:
+                    ratios = [a / b for a, b in zip(times[PLAIN], times[label], strict=True)]
+                    ms = statistics.median(times[label])
+                    values = (options.rounds, ms, statistics.median(ratios), floor, ms / floor)
+                    row |= {at: f"{v:.4g}" for at, v in zip(SPEED, values, strict=True)}
+                if label in agreements:
+                    cls, patches = agreements[label]
+                    row |= dict(
+                        zip(AGREES, (len(photos), f"{cls:.5f}", f"{patches:.5f}"), strict=True)
+                    )
+                rows.append(row)
+                print(*row.values(), flush=True)
             write_csv("cpu_precision", rows, options.out, device="cpu", key="set")
 
 
-def contenders(model: Veca, *, compiled: bool) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {PLAIN: model}
-    for precision in ("bf16", "int8"):
-        found[precision] = at_precision(model, precision)
-        if compiled:
-            found[f"{precision}, compiled"] = at_precision(model, precision, compile=True)
-    found[f"int8, keep {KEEP:g}"] = partial(found["int8"], keep=KEEP)
+def contenders(model: Veca, called: str, size: int, onnx: Path) -> dict[str, Callable[..., Any]]:
+    """By label; one without a compiler first takes what it needs from none."""
+    int8 = at_precision(model, "int8", compile=True)
+    keep = KEEP["small" if "small" in called else "tiny"]
+    found: dict[str, Callable[..., Any]] = {
+        PLAIN: model,
+        "bf16": at_precision(model, "bf16"),
+        "int8": int8,
+        "int8, no compiler": at_precision(model, "int8", compile=False),
+        "int8, keep": partial(int8, keep=keep),
+    }
+    file = onnx / f"{called}_cores{model.config.num_cores}.onnx"
+    if not file.exists():
+        export_model(model, onnx, cores=model.config.num_cores, name=called)
+    rounded = file.with_name(f"{file.stem}_dynamic.onnx")
+    if not rounded.exists():
+        from onnxruntime.quantization import quantize_dynamic
+
+        quantize_dynamic(file, rounded, op_types_to_quantize=["MatMul"], per_channel=True)
+    for label, path in (("onnxruntime", file), ("onnxruntime, dynamic int8", rounded)):
+        found[label] = partial(_by_onnxruntime, path, {})
     return found
+
+
+def _by_onnxruntime(path: Path, sessions: dict[int, Any], images: Tensor) -> VecaOutput:
+    """What a file of the export says, with as many threads as torch has now."""
+    import onnxruntime
+
+    threads = torch.get_num_threads()
+    if threads not in sessions:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        sessions[threads] = onnxruntime.InferenceSession(str(path), options)
+    outputs = ["core_tokens", "patches", "core_xy"]
+    found = sessions[threads].run(outputs, {"images": images.numpy()})
+    tokens, patches, xy = map(torch.from_numpy, found)
+    return VecaOutput(tokens, patches, xy, (images.shape[2] // 16, images.shape[3] // 16))
 
 
 def timed(
     runs: dict[str, Callable[..., Any]], model: Veca, image: Tensor, rounds: int
-) -> dict[str, list[float]]:
-    """Milliseconds by contender, and of the matrix floor, in turns."""
+) -> tuple[dict[str, list[float]], float]:
+    """Milliseconds by contender in turns, and of the matrix floor: nothing with no rounds.
+
+    The floor is what the products of all linear layers take in int8, each of the shapes at the best
+    of its rounds, with q, k and v as one product.
+    """
+    if not rounds:
+        return {}, 0.0
     calls: dict[str, Callable[[], object]] = {
         label: partial(call, image) for label, call in runs.items()
     }
     side = model.config.patch_size
     tokens = model.config.num_cores + image.shape[-2] // side * (image.shape[-1] // side)
-    products = [
-        (torch.ones(tokens, layer.in_features, dtype=torch.int8), layer.weight.to(torch.int8).t())
-        for layer in linear_layers(model).values()
-    ]
-    calls["floor"] = lambda: [torch._int_mm(a, b) for a, b in products]
-    return take_turns(calls, BenchPlan(repeats=rounds, seconds=0.0))
+    weights: dict[tuple[int, int], list[Tensor]] = {}
+    for name, layer in linear_layers(model).items():
+        if not name.endswith(("attn.k", "attn.v")):
+            width, joined = layer.in_features, 3 if name.endswith("attn.q") else 1
+            weight = torch.ones(joined * layer.out_features, width, dtype=torch.int8)
+            weights.setdefault((len(weight), width), []).append(weight.t())
+    for shape, layers in weights.items():
+        rows = torch.ones(tokens, shape[1], dtype=torch.int8)
+        out = torch.empty(tokens, shape[0], dtype=torch.int32)
+        calls[f"floor {shape}"] = partial(_products, rows, layers, out)
+    times = take_turns(calls, BenchPlan(repeats=rounds, seconds=0.0))
+    floor = sum(min(times.pop(f"floor {shape}")) for shape in weights)
+    return times, floor
+
+
+def _products(rows: Tensor, weights: list[Tensor], out: Tensor) -> None:
+    for weight in weights:
+        torch._int_mm(rows, weight, out=out)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
+from torch.nn import functional as F
 
 import veca
-from veca import VecaConfig, compile_for_inference, create_model
+from veca import VecaConfig, compile_for_inference, create_model, native
 from veca import precision as room
 from veca.dense import DenseVit
 from veca.embed import embed, extract
@@ -24,7 +23,7 @@ from veca.precision import (
     in_precision,
     recorded,
 )
-from veca.quantization import Rounding, emulated, mean_agreement
+from veca.quantization import Rounding, emulated, mean_agreement, quantized_rows
 from veca.weights import weights_hash
 
 
@@ -81,12 +80,15 @@ def test_int8_is_its_definition_up_to_rounding(
 ) -> None:
     monkeypatch.setattr(room, "processor", lambda: Processor("", "test"))  # no bfloat16 about
     ours = Rounding(alpha=None)
-    fast, slow = at_precision(model, "int8", rounding=ours), emulated(model, ours)
-    with torch.no_grad():
-        found, wanted = fast(IMAGES), slow(IMAGES)
-        plain = model(IMAGES)
-    error = (found.patches - wanted.patches).norm()
-    assert error < 0.2 * (plain.patches - wanted.patches).norm()  # a sum may round the other way
+    slow = emulated(model, ours)
+    for compile in (None, False):
+        fast = at_precision(model, "int8", rounding=ours, compile=compile)
+        with torch.no_grad():
+            found, wanted, plain = fast(IMAGES), slow(IMAGES), model(IMAGES)
+        error = (found.patches - wanted.patches).norm()
+        assert (
+            error < 0.2 * (plain.patches - wanted.patches).norm()
+        )  # a sum may round the other way
 
 
 def test_it_runs_where_gradients_are_kept_and_has_none(model: Veca) -> None:
@@ -103,8 +105,8 @@ def test_results_are_equal_with_one_thread_and_two(model: Veca) -> None:
     before = torch.get_num_threads()
     images = torch.randn(3, 3, 104, 88)
     try:
-        for precision in ("bf16", "int8"):
-            fast, found = at_precision(model, precision), []
+        for precision, compile in (("bf16", None), ("int8", None), ("int8", False)):
+            fast, found = at_precision(model, precision, compile=compile), []
             for threads in (1, 2):
                 torch.set_num_threads(threads)
                 with torch.no_grad():
@@ -114,19 +116,99 @@ def test_results_are_equal_with_one_thread_and_two(model: Veca) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
-def test_compiled_it_computes_the_same(model: Veca) -> None:
-    config = VecaConfig(depth=2, width=48, heads=3, num_cores=4, output_width=48, patch_size=8)
-    for plain, cores, keep in ((model, 3, 0.5), (create_model(config).eval(), None, None)):
-        compiled = at_precision(plain, "int8", compile=True)
-        # The second network is one more than torch would compile for.
-        with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1):
-            found = compiled(IMAGES, cores, keep)
-            wanted = at_precision(plain, "int8")(IMAGES, cores, keep)
+needs_compiler = pytest.mark.skipif(
+    native.compiled().functions is None, reason=native.compiled().reason
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bf16", ["", "test"])
+@pytest.mark.parametrize(("cores", "keep", "rows"), [(None, None, 2), (3, 0.5, None)])
+def test_compiled_it_computes_the_same(
+    model: Veca,
+    monkeypatch: pytest.MonkeyPatch,
+    bf16: str,
+    cores: int | None,
+    keep: float | None,
+    rows: int | None,
+) -> None:
+    monkeypatch.setattr(room, "processor", lambda: Processor(bf16, "test"))
+    monkeypatch.setattr(room, "NUMBERS", 2**11)  # more parts than one
+    torch.manual_seed(1)
+    images = torch.randn(3, 3, 40, 72)
+    fast, slow = (at_precision(model, "int8", compile=value) for value in (True, False))
+    with torch.no_grad():
+        found, wanted = fast(images, cores, keep), slow(images, cores, keep)
         assert torch.cosine_similarity(found.cores, wanted.cores, dim=-1).min() > 0.9995
         similar = torch.cosine_similarity(found.patches, wanted.patches, dim=-1).mean()
         assert similar > (0.9995 if keep is None else 0.97)
+        if rows:
+            alone = fast.cores_only(images, cores, keep, first=rows).cores
+            torch.testing.assert_close(alone, found.cores[:, :rows], rtol=0, atol=0.02)
+
+
+@needs_compiler
+def test_compiled_steps_are_their_definitions() -> None:
+    call = native.compiled().functions
+    assert call is not None
+    torch.manual_seed(0)
+    count, width = 37, 48
+    x = torch.randn(count, width) * torch.logspace(-6, 3, count).unsqueeze(1)
+    x[5] = 0
+    weight, bias = torch.randn(width), torch.randn(width)
+    whole, scale = torch.empty(count, width, dtype=torch.int8), torch.empty(count)
+
+    def same(found: torch.Tensor, step: torch.Tensor, wanted: torch.Tensor) -> None:
+        torch.testing.assert_close(
+            found * step[:, None], wanted, rtol=0, atol=float(step.max()) * 0.51
+        )
+        steps, rounded = quantized_rows(wanted)[::-1]
+        torch.testing.assert_close(step, steps.squeeze(-1), rtol=1e-4, atol=0)
+        assert (found.int() - rounded.int()).abs().max() <= 1
+        assert (found == rounded).float().mean() > 0.98
+
+    call("norm", x, weight, bias, 1e-6, count, width, whole, scale)
+    same(whole, scale, F.layer_norm(x, (width,), weight, bias, 1e-6))
+    for kind, dtype in (("bf16", torch.bfloat16), ("float", torch.float32)):
+        mixed = x.view(count, 3, 16).transpose(0, 1).to(dtype).contiguous()
+        call(f"gather_{kind}", mixed[:, 0], count, 3, 16, 0, count, whole, scale)
+        same(whole, scale, mixed.transpose(0, 1).reshape(count, width).float())
+
+    sums = torch.randint(-(10**6), 10**6, (count, 2 * width), dtype=torch.int32)
+    channel, shift, token = torch.rand(2 * width) * 1e-4, torch.randn(2 * width), torch.rand(count)
+    product = sums.float() * channel * token[:, None] + shift
+    gate, value = product.chunk(2, dim=1)
+    call("gate", sums, channel, shift, token, count, width, whole, scale)
+    same(whole, scale, F.silu(gate) * value)
+
+    scores = (torch.randn(5, 23) * 30).bfloat16()
+    wanted = scores.float().softmax(dim=-1).bfloat16()
+    call("softmax_bf16", scores, 5, 23)
+    torch.testing.assert_close(scores, wanted, rtol=2**-7, atol=1e-30)
+
+
+def test_without_a_compiler_it_is_torch(model: Veca, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "compiled", lambda: native.Compiled(None, "no C++ compiler"))
+    assert isinstance(at_precision(model, "int8").blocks[0].steps, room.TorchSteps)
+    with pytest.raises(InputError, match="no C\\+\\+ compiler"):
+        at_precision(model, "int8", compile=True)
+
+
+@needs_compiler
+def test_a_compiler_that_fails_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path,  # type: ignore[no-untyped-def]
+) -> None:
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such thing >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path / "cache"))
+    found = native.compiled.__wrapped__()
+    assert found.functions is None and "no such thing" in found.reason
+    monkeypatch.delenv("CXX")
+    assert native.compiled.__wrapped__().functions is not None
+    assert len(list((tmp_path / "cache" / "native").iterdir())) == 1
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 from typing import cast as cast_to
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from veca import content, rope
+from veca import content, onnx_files, rope
 from veca._util.compiled import many_shapes
 from veca._util.cuda import recording, side_stream
 from veca.attention import core_attention
@@ -40,11 +41,20 @@ from veca.feature_model import FeatureModel
 from veca.merging import Periphery, batch_plan, merge, merge_plan, unlikeness
 from veca.model import Block, CoreMove, Veca
 from veca.outputs import CoresOutput, VecaOutput
-from veca.precision import DTYPES, Fastest, at_precision, check_precision, described, fastest
+from veca.precision import (
+    DTYPES,
+    Fastest,
+    at_precision,
+    check_precision,
+    described,
+    fastest,
+    measured_at,
+    median_times,
+)
 from veca.rope import Rotation
 from veca.weights.tensors import blank
 
-ENGINES = ("auto", "torch")
+ENGINES = ("auto", "torch", "onnxruntime")
 """What can run it."""
 
 _Key = tuple[int, tuple[int, int], int, float, "int | None"]
@@ -345,10 +355,10 @@ class CpuEngine(InferenceEngine):
         self.take_origin(model)
         self.dtype, self.device = torch.float32, model.device
         self.check_pixels = check_pixels  # which the model looks at in any case
-        self.model, self._reason = model, chosen.reason
+        self.model, self.reason = model, chosen.reason
 
     def describe(self) -> str:
-        return f"{self.precision} on a CPU by torch: {described(self.model)}; {self._reason}"
+        return f"{self.precision} on a CPU by torch: {described(self.model)}; {self.reason}"
 
     @torch.inference_mode()
     def __call__(
@@ -383,6 +393,63 @@ class CpuEngine(InferenceEngine):
         """Run once at a shape, so that what is to be compiled is."""
         height, width = (size, size) if isinstance(size, int) else size
         self(torch.zeros(batch, self.config.in_channels, height, width), cores, keep)
+
+
+class OnnxEngine(CpuEngine):
+    """Runs a model's weights by onnxruntime on a CPU.
+
+    One file serves every budget, size and batch; a share of tokens has a file of its own. They lie
+    in the cache, and the first on a machine takes a minute or two to make and to check.
+    """
+
+    def __init__(self, model: Veca, precision: str) -> None:
+        onnx_files.require_onnxruntime(precision)
+        super().__init__(Fastest(model, "asked for"))
+        self.precision = precision
+        self._runs: dict[tuple[float, int], Callable[..., VecaOutput]] = {}
+
+    def describe(self) -> str:
+        return f"{self.precision} on a CPU by onnxruntime {onnx_files.version()}; {self.reason}"
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        agreement: float | None = None,
+    ) -> VecaOutput:
+        """As `Veca.forward`, but for keep="auto", which is for torch alone."""
+        c = self.config
+        grid = check_images(images, c.in_channels, c.patch_size)
+        promise = check_agreement(agreement, cores, keep)
+        if is_auto(keep):
+            raise InputError(
+                "keep='auto' chooses image by image, which a file for onnxruntime cannot; give a "
+                "number, or take engine='torch'."
+            )
+        if promise is not None and is_auto(cores):
+            cores = self.calibration.budget(grid, promise, c.num_cores)
+        budget, share = check_budget(cores, c.num_cores), check_keep(keep)
+        key = share, torch.get_num_threads()  # a session keeps its threads
+        if key not in self._runs:
+            self._runs[key] = onnx_files.opened(self.model, self.precision, share)
+        return self._runs[key](images, budget)
+
+    @torch.inference_mode()
+    def cores_only(
+        self,
+        images: Tensor,
+        cores: int | str | None = None,
+        keep: float | str | None = None,
+        *,
+        first: int | None = None,
+        agreement: float | None = None,
+    ) -> CoresOutput:
+        """As `Veca.cores_only`; the file computes the patches all the same."""
+        out = self(images, cores, keep, agreement)
+        rows = check_first(first, out.cores.shape[1])
+        return CoresOutput(out.cores[:, :rows], out.core_xy[:, :rows], out.grid)
 
 
 class PreparedShape:
@@ -464,7 +531,9 @@ def compile_for_inference(
         precision: "fp32", "bf16", "fp16" (CUDA), "int8" (CPU), or "auto": on a CPU what a short
             measurement on this machine finds fastest among those that agree with float32. By
             default bfloat16 on CUDA and the model's own elsewhere. `describe()` says what it is.
-        engine: "torch"; "auto" is the same.
+        engine: "torch"; "onnxruntime" on a CPU, in fp32 or int8, from a file that the first call on
+            a machine makes in a minute or two; "auto": torch, or onnxruntime where its file is
+            made already and is faster in a short measurement in turns.
         size, cores, batch, keep: prepare these now (pixels, one or several budgets, images a
             batch, share of patch tokens); without `size`, each shape is prepared at its first
             use. A call has its own `cores` and `keep` all the same, by default all.
@@ -481,12 +550,25 @@ def compile_for_inference(
         )
     cache = at_least("cache", cache)
     check_choice("engine", engine, ENGINES)
+    if engine == "onnxruntime":
+        if model.device.type != "cpu":
+            raise InputError(
+                f"engine='onnxruntime' is for CPUs, and this model is on {model.device}; "
+                "take engine='torch'."
+            )
+        if compile:
+            raise InputError("engine='onnxruntime' compiles nothing; leave compile out.")
+        precision = precision or ("fp32" if dtype is None else None)
     if precision is not None:
         if dtype is not None:
             raise InputError("dtype is what precision was in 0.1; give one of the two.")
         precision = check_precision(precision, "auto")
         if model.device.type == "cpu":
-            return _on_cpu(model, precision, size, cores, batch, keep, compile, check_pixels)
+            found = _on_cpu(model, precision, engine, size, cores, compile, check_pixels)
+            if size is not None:
+                for budget in cores if isinstance(cores, Sequence) else [cores]:
+                    found.prepare(batch, size, budget, keep)
+            return found
         if precision == "int8":
             raise InputError(f"int8 is for CPUs, and this model is on {model.device}; choose bf16.")
         dtype = DTYPES.get(precision, torch.bfloat16)
@@ -507,25 +589,60 @@ def compile_for_inference(
 def _on_cpu(
     model: Veca,
     precision: str,
+    engine: str,
     size: int | tuple[int, int] | None,
     cores: int | Sequence[int] | None,
-    batch: int,
-    keep: float | None,
     compile: bool | None,
     check_pixels: bool,
 ) -> CpuEngine:
     _check_plain(model)
     ours = copy.deepcopy(model).float().eval()
-    if precision == "auto":
-        budget = cores if isinstance(cores, int) else None
-        chosen = fastest(ours, size, budget)
-    else:
-        chosen = Fastest(at_precision(ours, precision, compile=bool(compile)), "asked for")
+    budget = cores if isinstance(cores, int) else None
+    auto = precision == "auto"
+    chosen = Fastest(ours, "asked for")
+    if engine == "onnxruntime" and not auto:
+        return OnnxEngine(ours, precision)
+    if engine != "onnxruntime":
+        chosen = (
+            fastest(ours, size, budget)
+            if auto
+            else Fastest(at_precision(ours, precision, compile=compile), "asked for")
+        )
     found = CpuEngine(chosen, check_pixels=check_pixels)
-    if size is not None:
-        for budget in cores if isinstance(cores, Sequence) else [cores]:
-            found.prepare(batch, size, budget, keep)
-    return found
+    others: tuple[str, ...] = onnx_files.PRECISIONS if auto else (precision,)
+    if engine == "auto":
+        others = tuple(one for one in others if one in onnx_files.PRECISIONS)
+        if not onnx_files.installed():
+            return found
+        ready = tuple(one for one in others if onnx_files.is_prepared(ours, one))
+        if not ready:
+            found.reason += "; onnxruntime not tried: engine='onnxruntime' makes its file first"
+            return found
+        others = ready
+    return _faster(found, [OnnxEngine(ours, one) for one in others], size, budget)
+
+
+def _faster(
+    first: CpuEngine,
+    others: Sequence[CpuEngine],
+    size: int | tuple[int, int] | None,
+    cores: int | None,
+) -> CpuEngine:
+    """The fastest by a short measurement in turns; the first unless another is faster."""
+    c = first.config
+    height, width = measured_at(c, size)
+    images = torch.zeros(1, c.in_channels, height, width)
+    runs: list[CpuEngine] = [first, *others]
+    medians = median_times([partial(run, images, cores) for run in runs])
+    ratios = [
+        f"{run.precision} {medians[0] / t:.2f}x" for run, t in zip(runs, medians, strict=True)
+    ]
+    best = runs[medians.index(min(medians))]
+    best.reason = (
+        f"onnxruntime beside torch's {first.precision} at {height} x {width} px: "
+        f"{ratios}; torch: {first.reason}"
+    )
+    return best
 
 
 def _check_plain(model: Veca) -> None:

@@ -15,7 +15,8 @@ import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -23,10 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from veca._util.compiled import many_shapes
+from veca import native
 from veca.attention import PartialAttention, core_attention, partial_attention
 from veca.attention.reference import core_bias
 from veca.checks import check_model
+from veca.config import VecaConfig
 from veca.dense import DenseVit
 from veca.errors import InputError, check_choice
 from veca.model import Block, Veca
@@ -49,8 +51,10 @@ OLD_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 PROTOCOL_NAMES = {"fp32": "float32", "fp16": "float16"}
 """What protocols of probes go on calling them."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ROWS = 256
-"""Tokens in a block, about: as wide as they get, they fit a cache of 1 MiB or two."""
+NUMBERS = 2**19
+"""In the widest layer of a part of the rows, about: with 4 bytes each they fit a cache."""
+_PROJECTED = 256
+"""Rows of a part of the output projection."""
 _FUSED = 2**22
 _ALLOCATION = 31 * 2**20
 
@@ -133,7 +137,11 @@ def described(model: Veca) -> str:
     if model.precision == "bf16":
         return wide
     rest = wide if has.bf16 else "float32"
-    return f"int8 ({has.int8 or 'no instructions: slow'}), what is left in {rest}"
+    blocks = (cast(FastBlock, block) for block in model.blocks)
+    fast = any(isinstance(block.steps, NativeSteps) for block in blocks)
+    steps = native.compiled().reason if fast else "not compiled"
+    how = has.int8 or "no instructions: slow"
+    return f"int8 ({how}), what is left in {rest}, steps in between {steps}"
 
 
 def expected(device: torch.device | str = "cpu") -> tuple[str, str]:
@@ -192,18 +200,10 @@ def fastest(
                 )
                 continue
         candidates[precision] = one
-    if size is None:
-        size = max(1, round(224 / model.config.patch_size)) * model.config.patch_size
-    height, width = (size, size) if isinstance(size, int) else size
+    height, width = measured_at(model.config, size)
     images = torch.zeros(1, model.config.in_channels, height, width)
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for turn in range(_ROUNDS + 1):
-        for name, one in candidates.items():
-            start = time.perf_counter()
-            one(images, cores=cores)
-            if turn:  # the first is to warm up
-                times[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
+    taken = median_times([partial(one, images, cores=cores) for one in candidates.values()])
+    medians = dict(zip(candidates, taken, strict=True))
     best = min(medians, key=lambda name: medians[name])
     ratios = [f"{n} {medians['fp32'] / t:.2f}x" for n, t in medians.items() if n != "fp32"]
     measured = f"beside float32 at {height} x {width} px: {', '.join(ratios)}" if ratios else ""
@@ -211,8 +211,31 @@ def fastest(
     return Fastest(candidates[best], reason)
 
 
+def measured_at(config: VecaConfig, size: int | tuple[int, int] | None) -> tuple[int, int]:
+    """The size in pixels at which speeds are compared: as given, or about 224."""
+    if size is None:
+        size = max(1, round(224 / config.patch_size)) * config.patch_size
+    return (size, size) if isinstance(size, int) else size
+
+
+def median_times(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds that each call takes, the median over rounds in which they take turns."""
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(_ROUNDS + 1):
+        for call, taken in zip(calls, times, strict=True):
+            start = time.perf_counter()
+            call()
+            if turn:  # the first is to warm up
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
 def at_precision(
-    model: _Network, precision: str, *, rounding: Rounding | None = None, compile: bool = False
+    model: _Network,
+    precision: str,
+    *,
+    rounding: Rounding | None = None,
+    compile: bool | None = None,
 ) -> _Network:
     """The model, on a CPU, computing in a precision; it shares the weights, which stay float32.
 
@@ -223,8 +246,8 @@ def at_precision(
         precision: "fp32", "bf16" or "int8".
         rounding: with "int8", which layers are rounded; by default that of the weights where they
             are quantised, or else `Rounding()`, equalised on the bundled photos.
-        compile: compile what concerns one token at a time, which takes a C++ compiler and half a
-            minute at the first call.
+        compile: whether int8 takes the steps between its products from `veca.native`, which a C++
+            compiler makes in a second or two. By default where there is one.
     """
     if not isinstance(model, DenseVit):
         check_model(model, "at_precision")
@@ -249,17 +272,18 @@ def at_precision(
         rounded = set((given or Rounding()).layers(model))
         if given is None and isinstance(model, Veca):
             source = _equalised(model)
+    calls = _native(precision, compile)
     _keep_pages()
     fast = _shallow(model)
     fast.precision = precision
     embedding = fast.patch_embed = _as(FastEmbedding, model.patch_embed)
-    embedding.packed = _packed([model.patch_embed], wide, False)
+    embedding.packed = cast(WideLinear, _packed([model.patch_embed], wide, False))
     fast.blocks = nn.ModuleList(_as(FastBlock, block) for block in model.blocks)
     block: Any
     for number, block in enumerate(fast.blocks):
         own = cast(Block, source.get_submodule(f"blocks.{number}"))
         block.packed = _packed_block(own, f"blocks.{number}", wide, rounded)
-        block.steps = _compiled() if compile else (_read, _write)
+        block.steps = _steps(block.packed, block.attn.heads, block.norm_attn.eps, calls)
     if isinstance(model.project, nn.Linear):
         projection = fast.project = _as(FastProjection, model.project)
         projection.packed = _packed([model.project], wide, "project" in rounded)
@@ -301,6 +325,25 @@ def hint(model: Veca) -> str | None:
     )
 
 
+def _native(precision: str, compile: bool | None) -> native.Functions | None:
+    """The compiled steps for int8, if they are wanted and can be had."""
+    if precision != "int8" or compile is False:
+        return None
+    found = native.compiled()
+    if compile and found.functions is None:
+        raise InputError(f"int8 cannot be compiled here: {found.reason}; leave compile out.")
+    return found.functions
+
+
+def _steps(
+    layer: PackedBlock, heads: int, eps: float, calls: native.Functions | None
+) -> TorchSteps | NativeSteps:
+    parts = (layer.qkv, layer.out, layer.up, layer.down)
+    if calls is None or not all(isinstance(part, RoundedLinear) for part in parts):
+        return TorchSteps(layer, heads, eps)
+    return NativeSteps(calls, layer, heads, eps)
+
+
 def _equalised(model: Veca) -> Veca:
     """Equalised on the bundled photos; other than three channels they do not fit."""
     return equalised(model) if model.config.in_channels == 3 else model
@@ -331,13 +374,15 @@ def _keep_pages() -> None:
 class FastEmbedding(nn.Conv2d):
     """The patch embedding as a product over patches."""
 
-    packed: PackedLinear
+    packed: WideLinear
 
     def forward(self, images: Tensor) -> Tensor:
-        height, width = self.kernel_size
-        rows = F.unfold(images, (height, width), stride=(height, width)).transpose(1, 2)
-        grid = images.shape[-2] // height, images.shape[-1] // width
-        return _product(rows, self.packed).transpose(1, 2).unflatten(2, grid)
+        (high, wide), dtype = self.kernel_size, self.packed.weight.dtype
+        batch, channels, height, width = images.shape
+        grid = height // high, width // wide
+        patches = images.to(dtype).view(batch, channels, grid[0], high, grid[1], wide)
+        rows = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, grid[0] * grid[1], -1)
+        return F.linear(rows, *self.packed).float().transpose(1, 2).unflatten(2, grid)
 
 
 class FastProjection(nn.Linear):
@@ -346,15 +391,22 @@ class FastProjection(nn.Linear):
     packed: PackedLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        found = [_product(part, self.packed) for part in _parts(x.flatten(0, -2))]
-        return torch.cat(found).view(*x.shape[:-1], -1)
+        flat = x.flatten(0, -2)
+        found = flat.new_empty(len(flat), self.out_features)
+        for first in range(0, len(flat), _PROJECTED):
+            part, out = flat[first : first + _PROJECTED], found[first : first + _PROJECTED]
+            if isinstance(self.packed, WideLinear):
+                out.copy_(F.linear(part.to(self.packed.weight.dtype), *self.packed))
+            else:
+                out.copy_(_product(part, self.packed))
+        return found.view(*x.shape[:-1], -1)
 
 
 class FastBlock(Block):
     """A block in low precision."""
 
     packed: PackedBlock
-    steps: tuple[Callable[..., Any], Callable[..., Any]]
+    steps: TorchSteps | NativeSteps
 
     @torch.no_grad()
     def forward(
@@ -371,13 +423,12 @@ class FastBlock(Block):
         batch, count, width = x.shape
         patches = patch_rotation or (None, None)
         tables = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
-        flat = x.reshape(-1, width)
+        flat = x.reshape(-1, width).contiguous()
         q, k, v = (part.unflatten(1, (batch, count)) for part in self._asked(flat, *tables))
         if rows is not None:
-            q, x = q[:, :, :rows], x[:, :rows]
-            flat = x.reshape(-1, width)
-        mixed = _mixed(q, k, v, num_cores, multiplicity).reshape(-1, width)
-        return self._after(flat, mixed).view(x.shape)
+            q, flat = q[:, :, :rows], x[:, :rows].reshape(-1, width).contiguous()
+        mixed = _mixed(q, k, v, num_cores, multiplicity, self.steps.softmax)
+        return self.steps.write(flat, mixed).view(batch, -1, width)
 
     @torch.no_grad()
     def read(self, patches: Tensor, keys: Tensor, values: Tensor, rotation: Rotation) -> Tensor:
@@ -403,42 +454,23 @@ class FastBlock(Block):
         """Queries, keys and values [B, H, n, d] of patches [B, n, D] alone."""
         batch, count, width = patches.shape
         tables = (_table(table, None, batch) for table in rotation)
-        found = self._asked(patches.reshape(-1, width), *tables)
+        found = self._asked(patches.reshape(-1, width).contiguous(), *tables)
         return [part.unflatten(1, (batch, count)).transpose(0, 1) for part in found]
 
     def _seen(self, patches: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Patches after the block, with queries [B, H, n, d] for the cores' keys and values."""
-        width = patches.shape[-1]
         keys, values = _in_halves(keys).to(q.dtype), values.to(q.dtype)
-        mixed = (q @ keys.transpose(-1, -2)).softmax(dim=-1) @ values
-        mixed = mixed.transpose(1, 2).reshape(-1, width)
-        return self._after(patches.reshape(-1, width), mixed).view(patches.shape)
+        mixed = self.steps.softmax(q @ keys.transpose(-1, -2)) @ values
+        flat = patches.reshape(-1, patches.shape[-1]).contiguous()
+        return self.steps.write(flat, (mixed.transpose(0, 1),)).view(patches.shape)
 
     def _asked(self, flat: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [H, R, d] of rows [R, D], turned, in halves."""
-        read, _ = self.steps
-        heads, eps = self.attn.heads, self.norm_attn.eps
-        qkv = torch.empty(
-            3, heads, len(flat), flat.shape[1] // heads, dtype=_attention_dtype(self.packed)
-        )
-        parts = zip(*(_parts(tensor) for tensor in (flat, cos, sin)), strict=True)
-        outs = qkv.split([len(part) for part in _parts(flat)], dim=2)
-        for out, part in zip(outs, parts, strict=True):
-            first, second, values = read(*part, self.packed, eps)
-            half = first.shape[-1]
-            out[:2, ..., :half] = first.permute(1, 2, 0, 3)
-            out[:2, ..., half:] = second.permute(1, 2, 0, 3)
-            out[2] = values.transpose(0, 1)
+        heads, width = self.attn.heads, flat.shape[1]
+        qkv = torch.empty(3, heads, len(flat), width // heads, dtype=_attention_dtype(self.packed))
+        self.steps.read(flat, cos, sin, qkv)
         q, k, v = qkv.unbind()
         return q, k, v
-
-    def _after(self, flat: Tensor, mixed: Tensor) -> Tensor:
-        """Rows [R, D] after the block, given what attention found for them."""
-        _, write = self.steps
-        after = torch.empty_like(flat)
-        for out, part, seen in zip(_parts(after), _parts(flat), _parts(mixed), strict=True):
-            write(out, part, seen, self.packed, self.norm_ffn.eps)
-        return after
 
 
 # ------------------------------------------------------------------------------------ arithmetic
@@ -518,10 +550,14 @@ def _for_attention(rows: Tensor, heads: int) -> Tensor:
     return torch.stack([q, k, v]).flatten(0, 2)
 
 
-def _parts(rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows in parts of about `ROWS`, all of nearly one length: a short last one costs as much."""
-    count = max(1, round(len(rows) / ROWS))
-    return rows.split(-(-len(rows) // count))
+def _parts(rows: int, layer: PackedBlock) -> list[tuple[int, int]]:
+    """Where parts of rows begin and end, whose widest layer is about `NUMBERS` numbers.
+
+    All are of nearly one length: a short last one costs as much.
+    """
+    count = max(1, round(rows * len(layer.up.bias) / NUMBERS))
+    step = -(-rows // count)
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def _table(cores: Tensor, patches: Tensor | None, batch: int) -> Tensor:
@@ -540,24 +576,36 @@ def _attention_dtype(layer: PackedBlock) -> torch.dtype:
     return torch.bfloat16 if wide else torch.float32
 
 
-def _mixed(q: Tensor, k: Tensor, v: Tensor, budget: int, multiplicity: Tensor | None) -> Tensor:
-    """What attention finds for [H, B, T, d], as [B, T, H, d]; `q` times the scale."""
+def _mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    budget: int,
+    multiplicity: Tensor | None,
+    softmax: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, ...]:
+    """What attention finds for [H, B, T, d]: for cores, and for patches if there are any.
+
+    Both as [H, B, t, d]; `q` is times the scale.
+    """
     if q.dtype == torch.float32:
         q, k, v = (x.transpose(0, 1) for x in (q * q.shape[-1] ** 0.5, k, v))
-        return core_attention(q, k, v, budget, multiplicity=multiplicity).transpose(1, 2)
-    heads, batch, count, width = q.shape
-    mixed = q.new_empty(batch, count, heads, width)
+        found = core_attention(q, k, v, budget, multiplicity=multiplicity).transpose(0, 1)
+        parts = found.split([min(budget, found.shape[2]), max(0, found.shape[2] - budget)], dim=2)
+        return tuple(part.contiguous() for part in parts if part.shape[2])
     bias = None
     if multiplicity is not None:
         bias = core_bias(multiplicity, budget).to(q.dtype).transpose(0, 1)
-    mixed[:, :budget] = _attend(q[:, :, :budget], k, v, bias).permute(1, 2, 0, 3)
-    if count > budget:
-        k, v = k[:, :, :budget], v[:, :, :budget]
-        mixed[:, budget:] = _attend(q[:, :, budget:], k, v, None).permute(1, 2, 0, 3)
-    return mixed
+    cores = _attend(q[:, :, :budget], k, v, bias, softmax)
+    if q.shape[2] <= budget:
+        return (cores,)
+    k, v = k[:, :, :budget], v[:, :, :budget]
+    return cores, _attend(q[:, :, budget:], k, v, None, softmax)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Plain attention; on a CPU torch's fused kernel is slower than this in bfloat16.
 
     It is not where there are so many scores that they would leave the cache: full attention.
@@ -567,7 +615,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     scores = q @ k.transpose(-1, -2)
     if bias is not None:
         scores = scores + bias
-    return scores.softmax(dim=-1) @ v
+    return softmax(scores) @ v
 
 
 def _product(x: Tensor, layer: PackedLinear) -> Tensor:
@@ -580,49 +628,115 @@ def _product(x: Tensor, layer: PackedLinear) -> Tensor:
     return torch.addcmul(layer.bias, product, row)
 
 
-def _read(
-    x: Tensor, cos: Tensor, sin: Tensor, layer: PackedBlock, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows' queries and keys, turned, in halves [R, 2, H, d / 2], and their values [R, H, d]."""
-    found = _product(F.layer_norm(x, x.shape[-1:], *layer.norm_attn, eps), layer.qkv)
-    half = cos.shape[-1]
-    found = found.view(len(x), 3, -1, 2 * half)
-    cos, sin = cos[:, None, None], sin[:, None, None]
-    even, odd = found[:, :2].chunk(2, dim=-1)
-    return even * cos - odd * sin, even * sin + odd * cos, found[:, 2]
+class TorchSteps:
+    """A block's rows before and after attention, in torch."""
+
+    def __init__(self, layer: PackedBlock, heads: int, eps: float) -> None:
+        self.layer, self.heads, self.eps = layer, heads, eps
+
+    def read(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        """Rows' queries and keys, turned, and their values, into `out` [3, H, R, d]."""
+        layer = self.layer
+        half = cos.shape[-1]
+        for first, last in _parts(len(x), layer):
+            part = F.layer_norm(x[first:last], x.shape[-1:], *layer.norm_attn, self.eps)
+            found = _product(part, layer.qkv).view(last - first, 3, self.heads, 2 * half)
+            c, s = (table[first:last, None, None] for table in (cos, sin))
+            even, odd = found[:, :2].chunk(2, dim=-1)
+            to = out[:, :, first:last]
+            to[:2, ..., :half] = (even * c - odd * s).permute(1, 2, 0, 3)
+            to[:2, ..., half:] = (even * s + odd * c).permute(1, 2, 0, 3)
+            to[2] = found[:, 2].transpose(0, 1)
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        return scores.softmax(dim=-1)
+
+    def write(self, x: Tensor, mixed: tuple[Tensor, ...]) -> Tensor:
+        """Rows of the residual stream after the block, given what attention found."""
+        layer = self.layer
+        seen = torch.cat([part.permute(1, 2, 0, 3) for part in mixed], dim=1).reshape(x.shape)
+        out = torch.empty_like(x)
+        for first, last in _parts(len(x), layer):
+            after = x[first:last] + _product(seen[first:last].float(), layer.out)
+            hidden = F.layer_norm(after, x.shape[-1:], *layer.norm_ffn, self.eps)
+            gate, value = _product(hidden, layer.up).chunk(2, dim=-1)
+            found = _product(F.silu(gate).mul_(value), layer.down)
+            torch.add(after, found, out=out[first:last])
+        return out
 
 
-def _write(out: Tensor, x: Tensor, mixed: Tensor, layer: PackedBlock, eps: float) -> None:
-    """Rows of the residual stream after the block into `out`, given what attention found."""
-    after = x + _product(mixed.float(), layer.out)
-    hidden = _product(F.layer_norm(after, x.shape[-1:], *layer.norm_ffn, eps), layer.up)
-    gate, value = hidden.chunk(2, dim=-1)
-    torch.add(after, _product(F.silu(gate).mul_(value), layer.down), out=out)
+class NativeSteps:
+    """The same by `veca.native`, for a block in which all layers are rounded."""
+
+    def __init__(self, call: native.Functions, layer: PackedBlock, heads: int, eps: float) -> None:
+        self.call, self.layer, self.heads, self.eps = call, layer, heads, eps
+        self.qkv, self.out, self.up, self.down = (
+            cast(RoundedLinear, part) for part in (layer.qkv, layer.out, layer.up, layer.down)
+        )
+
+    def read(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+        call, width, eps = self.call, x.shape[1], self.eps
+        turn = "turn_bf16" if out.dtype == torch.bfloat16 else "turn_float"
+        for first, last in _parts(len(x), self.layer):
+            rows = last - first
+            whole, scale = _whole(rows, width)
+            call("norm", x[first:], *self.layer.norm_attn, eps, rows, width, whole, scale)
+            sums = torch._int_mm(whole, self.qkv.weight)
+            given = (sums, self.qkv.scale, self.qkv.bias, scale, cos[first:], sin[first:])
+            call(turn, *given, rows, self.heads, cos.shape[1], first, len(x), out)
+
+    def softmax(self, scores: Tensor) -> Tensor:
+        if scores.dtype != torch.bfloat16:
+            return scores.softmax(dim=-1)
+        scores = scores.contiguous()
+        count = scores.shape[-1]
+        self.call("softmax_bf16", scores, scores.numel() // count, count)
+        return scores
+
+    def write(self, x: Tensor, mixed: tuple[Tensor, ...]) -> Tensor:
+        call, width = self.call, x.shape[1]
+        norm = (*self.layer.norm_ffn, self.eps)
+        seen, scales = self._gathered(x, mixed)
+        after = torch.empty_like(x)
+        for first, last in _parts(len(x), self.layer):
+            rows, to = last - first, after[first:]
+            sums = torch._int_mm(seen[first:last], self.out.weight)
+            whole, scale = _whole(rows, width)
+            given = (sums, self.out.scale, self.out.bias, scales[first:], x[first:])
+            call("add_norm", *given, *norm, rows, width, to, whole, scale)
+            sums = torch._int_mm(whole, self.up.weight)
+            hidden, step = _whole(rows, sums.shape[1] // 2)
+            call(
+                "gate",
+                sums,
+                self.up.scale,
+                self.up.bias,
+                scale,
+                rows,
+                hidden.shape[1],
+                hidden,
+                step,
+            )
+            sums = torch._int_mm(hidden, self.down.weight)
+            call("add", sums, self.down.scale, self.down.bias, step, rows, width, to)
+        return after
+
+    def _gathered(self, x: Tensor, mixed: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """What attention found as int8 rows of all heads."""
+        seen, scales = _whole(*x.shape)
+        name = "gather_bf16" if mixed[0].dtype == torch.bfloat16 else "gather_float"
+        mixed = tuple(part.contiguous() for part in mixed)
+        heads, batch, _, width = mixed[0].shape
+        to = 0
+        for image in range(batch):
+            for part in mixed:
+                count = part.shape[2]
+                given = (part, count, heads, width, image * count, batch * count)
+                self.call(name, *given, seen[to:], scales[to:])
+                to += count
+        return seen, scales
 
 
-@functools.cache
-def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The steps compiled: for widths as they are, and for any number of rows."""
-    return _Compiled(_read), _Compiled(_write)
-
-
-class _Compiled:
-    def __init__(self, step: Callable[..., Any]) -> None:
-        def known_widths(*args: Any) -> Any:
-            *rows, layer, eps = args
-            for tensor in rows:
-                for axis in range(1, tensor.ndim):
-                    torch._dynamo.mark_static(tensor, axis)
-            for part in layer:
-                for weight in part:
-                    torch._dynamo.mark_static(weight)
-            return step(*rows, layer, eps)
-
-        self.call = torch.compile(known_widths, dynamic=True, fullgraph=True)
-
-    def __call__(self, *args: Any) -> Any:
-        try:
-            return self.call(*args)
-        except torch._dynamo.exc.FailOnRecompileLimitHit:
-            with many_shapes():
-                return self.call(*args)
+def _whole(rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """Room for rows in int8, and their scales."""
+    return torch.empty(rows, width, dtype=torch.int8), torch.empty(rows)

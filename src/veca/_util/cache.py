@@ -22,6 +22,8 @@ PARTS = {
     "images": "decoded images for training",
     "index": "lists of images found",
     "web": "the runtime of exported pages",
+    "onnx": "files for engine='onnxruntime'",
+    "native": "int8 steps compiled for this machine",
 }
 """What can be made again, and so be removed. Anything else, such as weights, is the user's."""
 LIMIT_VARIABLE = "VECA_CACHE_LIMIT"
