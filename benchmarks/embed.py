@@ -1,6 +1,7 @@
 """Throughput and memory of `veca embed` on a CPU, beside the bare model and the bare decoder.
 
     python -m benchmarks embed
+    python -m benchmarks embed --photos PHOTOS --before TREE
 
 Small JPEG files are made, and fresh tiny weights. Then, each in a process of its own:
 
@@ -13,6 +14,10 @@ Small JPEG files are made, and fresh tiny weights. Then, each in a process of it
 The processes take turns of two seconds, all others stopped meanwhile, so that they share the slow
 moments of a busy machine; a second counts only while its process runs. The memory of `embed` and
 its workers is sampled on the way. Writes results/embed.csv and results/embed_memory.csv.
+
+With --photos: the whole command over photos of yours in each precision, in turns likewise, beside
+that of an older version whose tree is at --before (an unpacked archive of a commit). Writes
+results/embed_precision.csv.
 """
 
 from __future__ import annotations
@@ -21,12 +26,13 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,19 +43,35 @@ import torch
 from PIL import Image
 
 import veca
-from benchmarks.common import write_csv
+from benchmarks.common import print_table, write_csv
 from benchmarks.rows import RESULTS, ROOT
 from veca.data.pool import ordered_map
 from veca.data.sources import open_source
 from veca.embed import embed
 from veca.embed.settings import Settings
 from veca.embed.shards import Decoder
+from veca.images import find_images
+from veca.weights.names import locate
 
 Row = dict[str, object]
 TURN = 2.0
 """Seconds."""
 FEWER = 50
 """The fraction of the images on which one batch on all threads is measured."""
+BEFORE = "before"
+"""The contender of an older version."""
+COMMAND = """
+import json, resource, sys, time
+begin = time.monotonic()
+from veca.cli.main import main
+if main(sys.argv[2:]):
+    sys.exit("veca embed failed")
+uses = [resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+used = sum(use.ru_utime + use.ru_stime for use in uses)
+images = int(sys.argv[1])
+print(json.dumps({"images": images, "begin": begin, "end": time.monotonic(), "used": used}))
+"""
+"""What runs `veca embed` of any version, and says what `run_one` says."""
 
 
 def make_images(folder: Path, count: int, side: int) -> None:
@@ -168,8 +190,7 @@ class Contender:
         try:
             self.process.wait(TURN)
         except subprocess.TimeoutExpired:
-            if self.name == "embed":
-                self.sample()
+            self.sample()
             os.killpg(self.process.pid, signal.SIGSTOP)
         self.turns.append((start, time.monotonic()))
 
@@ -220,19 +241,21 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-def race(folder: Path, arguments: list[str]) -> list[Contender]:
+def race(
+    commands: Mapping[str, Sequence[str]], folder: Path, paths: Mapping[str, Path] | None = None
+) -> list[Contender]:
+    """Let Python with these arguments take turns; `paths` has a PYTHONPATH for some of them."""
     environment = {**os.environ, "VECA_CACHE": str(folder / "cache")}
     contenders = []
-    for name in CONTENDERS:
-        command = [sys.executable, "-m", "benchmarks", "embed", *arguments, "--only", name]
-        command += ["--folder", str(folder)]
+    for name, words in commands.items():
+        path = (paths or {}).get(name)
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
+            [sys.executable, *words],
+            cwd=ROOT if path is None else folder,
             stdout=subprocess.PIPE,
             text=True,
-            env=environment,
-            start_new_session=True,
+            env=environment if path is None else {**environment, "PYTHONPATH": str(path)},
+            preexec_fn=os.setpgrp,
         )
         os.killpg(process.pid, signal.SIGSTOP)
         contenders.append(Contender(name, process))
@@ -250,8 +273,13 @@ def race(folder: Path, arguments: list[str]) -> list[Contender]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=int, default=10_000)
+    parser.add_argument("--images", type=int, help="10,000 made ones, or 2,000 of --photos")
     parser.add_argument("--side", type=int, default=96, help="pixels, of files and for the model")
+    parser.add_argument("--photos", nargs="+", help="photos of yours: precisions beside each other")
+    parser.add_argument("--before", type=Path, help="with --photos: the tree of an older version")
+    parser.add_argument("--precisions", default="fp32,bf16,int8", help="with --photos")
+    parser.add_argument("--weights", default="tiny", help="with --photos")
+    parser.add_argument("--size", type=int, default=224, help="with --photos: short side in pixels")
     parser.add_argument("--cores", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
@@ -264,19 +292,56 @@ def run(options: argparse.Namespace) -> None:
     if options.only:
         run_one(options.only, options.folder, options)
         return
+    if options.photos:
+        write_csv("embed_precision", precisions(options), options.out, device="cpu")
+        return
+    options.images = options.images or 10_000
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         veca.save(veca.create_model("veca_tiny_patch16"), folder / "weights")
         make_images(folder / "images", options.images, options.side)
         before = os.getloadavg()[0]
-        contenders = race(folder, _words(options))
+        words = ["-m", "benchmarks", "embed", *_words(options), "--folder", str(folder)]
+        contenders = race({one: [*words, "--only", one] for one in CONTENDERS}, folder)
     results = {contender.name: contender.result() for contender in contenders}
     rows = [summary(results, contenders[0].memory, options, before)]
     write_csv("embed", rows, options.out, device="cpu")
     write_csv("embed_memory", contenders[0].memory, options.out, device="cpu")
     for key, value in rows[0].items():
         print(f"{key:>32}  {value:.4g}" if isinstance(value, float) else f"{key:>32}  {value}")
+
+
+def precisions(options: argparse.Namespace) -> list[Row]:
+    """`veca embed` of photos in each precision, beside that of an older version: a row each."""
+    found = find_images(options.photos)[: options.images or 2_000]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "images").mkdir()
+        for number, photo in enumerate(found):
+            shutil.copyfile(photo, folder / "images" / f"{number:06d}{photo.suffix}")
+        weights = locate(options.weights)
+        paths = {} if options.before is None else {BEFORE: options.before.resolve() / "src"}
+        commands = {}
+        for one in [*paths, *options.precisions.split(",")]:
+            words = [str(len(found)), "embed", str(folder / "images"), "--out", str(folder / one)]
+            words += ["--weights", str(weights), "--size", str(options.size), "--device", "cpu"]
+            words += ["--workers", str(options.threads), "--threads", str(options.threads)]
+            words += [] if one == BEFORE else ["--precision", one]
+            commands[one] = ["-c", COMMAND, *words]
+        before = os.getloadavg()[0]
+        contenders = race(commands, folder, paths)
+    results = {contender.name: contender.result() for contender in contenders}
+    first = next(iter(results.values()))["images/s"]
+    rows: list[Row] = []
+    for contender in contenders:
+        result = results[contender.name]
+        row: Row = {"weights": options.weights, "size": options.size, "threads": options.threads}
+        row |= {"precision": contender.name, **result, "ratio": result["images/s"] / first}
+        row |= memory_by_quarter([float(str(m["together MiB"])) for m in contender.memory])
+        rows.append({**row, "load before": before, "load after": os.getloadavg()[0]})
+    print_table(rows)
+    return rows
 
 
 def _words(options: argparse.Namespace) -> list[str]:

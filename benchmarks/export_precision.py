@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks export_precision
 
-All files of one network take turns in onnxruntime on one thread; ratios are to the fp32 file in the
-same round, and the median counts. "plain int8" is what onnxruntime's quantize_dynamic makes of the
-fp32 file (per channel, all products). Agreement is that of the checks of an export, on the photos
-of the package or of --data, and for "plain int8" on the same. Writes
+All files of one network take turns in onnxruntime on one thread; ratios are to the fp32 file and to
+"plain int8" in the same round, and the median counts. "plain int8" is what onnxruntime's
+quantize_dynamic makes of the fp32 file (per channel, all products). Agreement is that of the checks of an export, with 8 and all
+cores, on the photos of the package or of --data, and for "plain int8" on the same. Writes
 results/export_precision.csv.
 """
 
@@ -66,7 +66,6 @@ def run(options: argparse.Namespace) -> None:
             contenders = {name: one_thread(path, *inputs) for name, path in held.items()}
             times = take_turns(contenders, BenchPlan(seconds=options.seconds))
             for name, ms in times.items():
-                shares = [one / of for one, of in zip(ms, times["float32"], strict=False)]
                 rows.append(
                     {
                         "weights": options.weights,
@@ -76,13 +75,20 @@ def run(options: argparse.Namespace) -> None:
                         "file": name,
                         "MB": round(held[name].stat().st_size / 1e6, 2),
                         "ms": round(statistics.median(ms), 2),
-                        "share of fp32": round(statistics.median(shares), 3),
+                        "share of fp32": share(ms, times["float32"]),
+                        "share of plain int8": share(ms, times[PLAIN]),
+                        "rounds": len(ms),
                         "least CLS": round(agreements[name].cls, 5),
                         "least patches": round(agreements[name].patches, 5),
                     }
                 )
-    write_csv("export_precision", rows, options.out, device="cpu")
+    write_csv("export_precision", rows, options.out, device="cpu", key="weights")
     print_table(rows)
+
+
+def share(ms: list[float], of: list[float]) -> float:
+    """The median of the ratios, round by round."""
+    return round(statistics.median(a / b for a, b in zip(ms, of, strict=False)), 3)
 
 
 def dynamic(path: Path) -> Path:
@@ -98,15 +104,13 @@ def dynamic(path: Path) -> Path:
 
 
 def compared(path: Path, model: veca.Veca, data: str | None) -> Agreement:
-    """The least agreement of a file with the model, in the checks of an export."""
-    found = [
-        check.agreement
-        for check in verify.checks(
-            OnnxRunner(path),
-            frozen_copy(model, torch.float32),
-            cores=[1, 8, model.config.num_cores],
-            sizes=verify.sizes_on_grid(model.config.patch_size),
-            photos=verify.photos_for(data),
-        )
-    ]
-    return Agreement(min(one["cls"] for one in found), min(one["patches"] for one in found))
+    """Agreement of a file with the model in the checks of an export, as `Exported.agreement`."""
+    found = verify.checks(
+        OnnxRunner(path),
+        frozen_copy(model, torch.float32),
+        cores=[verify.FEW_CORES, model.config.num_cores],
+        sizes=verify.sizes_on_grid(model.config.patch_size),
+        photos=verify.photos_for(data),
+    )
+    points = [point.agreement for point in verify.by_point(found)]
+    return Agreement(min(one["cls"] for one in points), min(one["patches"] for one in points))

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,16 @@ ARGUMENTS = [
     "--no-first-run",
 ]
 
+WEBGPU = [
+    *(argument for argument in ARGUMENTS if argument != "--disable-gpu"),
+    "--headless=new",
+    "--enable-unsafe-webgpu",
+    "--use-webgpu-adapter=swiftshader",
+    "--enable-features=Vulkan",
+    "--use-vulkan=swiftshader",
+]
+"""With a GPU that the processor stands in for."""
+
 
 def needed(**libraries: str) -> list[pytest.MarkDecorator]:
     """Marks of a test in a browser; `libraries` it needs besides, with the extra of each."""
@@ -42,10 +52,15 @@ def needed(**libraries: str) -> list[pytest.MarkDecorator]:
 
 
 @contextlib.contextmanager
-def chromium() -> Iterator[Any]:
+def chromium(arguments: Sequence[str] = ARGUMENTS) -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
+    plain = arguments is ARGUMENTS
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=list(arguments),
+            ignore_default_args=None if plain else ["--headless", "--headless=old"],
+        )
         yield browser
         browser.close()

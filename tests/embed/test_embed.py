@@ -215,6 +215,23 @@ def test_killed_and_resumed_leaves_the_bytes_of_an_uninterrupted_run(
     assert len(names) == len(set(names)) == 30
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_stopped_and_resumed_on_other_threads_leaves_equal_bytes(
+    embed, images, tree, tmp_path, precision
+):
+    def stop(done: int, total: int) -> None:
+        if done >= 12:
+            raise KeyboardInterrupt
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    embed(images, whole, patches=True, precision=precision)
+    with pytest.raises(KeyboardInterrupt):
+        embed(images, broken, patches=True, precision=precision, progress=stop)
+    assert 0 < len(list((broken / "shards").glob("part-*.parquet"))) < 4
+    embed(images, broken, patches=True, precision=precision, threads=2, workers=1)
+    assert tree(broken) == tree(whole)
+
+
 def test_a_shard_that_is_gone_is_made_again(embed, images, tree, tmp_path):
     out = tmp_path / "out"
     embed(images, out)

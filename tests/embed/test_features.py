@@ -22,6 +22,7 @@ from veca.embed.writers.files import NamedImage, write_features
 from veca.errors import ImageError, InputError, OutputError, SourceError
 from veca.features import extract, read_features
 from veca.images import find_images
+from veca.precision import in_precision
 
 SMALL = VecaConfig(depth=2, width=64, heads=2, num_cores=8)
 FORMATS = ("npz", "safetensors")
@@ -449,6 +450,24 @@ class TestResuming:
         said = r'\(precision: "float32" there, "bfloat16" now\)'
         with pytest.raises(InputError, match=said):
             extract(model.bfloat16(), photos, out, size=32)
+
+    @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+    def test_a_stopped_run_of_a_precision_goes_on_to_equal_bytes(
+        self, model, photos, tmp_path, precision
+    ):
+        found = []
+        before = torch.get_num_threads()
+        try:
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                out, ours = tmp_path / str(threads), in_precision(model, precision)
+                if threads == 2:
+                    extract(ours, sorted(photos.iterdir())[:2], out, size=32, batch_size=1)
+                extract(ours, photos, out, size=32, batch_size=1)
+                found.append({path.name: path.read_bytes() for path in out.glob("*.npz")})
+        finally:
+            torch.set_num_threads(before)
+        assert len(found[0]) > 2 and found[0] == found[1]
 
     def test_a_folder_of_0_1_in_another_precision_goes_on(self, model, photos, tmp_path):
         out, manifest = tmp_path / "out", tmp_path / "out" / "features.json"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import http.server
+import json
 import os
 import shutil
 import threading
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from PIL import Image
 
 import browsers
 from veca.errors import ExportError
-from veca.export import browser_runtime, export_web, web
+from veca.export import browser_runtime, export_model, export_web, web
 
 pytestmark = [
     *browsers.needed(onnxruntime="export", onnxscript="export"),
@@ -44,13 +46,16 @@ def runtime():
 @pytest.fixture(scope="module")
 def address(model, onnx_int8, runtime, tmp_path_factory):
     """A page with the small model, served as any file server would."""
-
-    def copied(model, out, **options):
-        out.mkdir()
-        path, report = (shutil.copy(one, out) for one in (onnx_int8.path, onnx_int8.report))
-        return [web.replace(onnx_int8, path=Path(path), report=Path(report))]
-
     folder = tmp_path_factory.mktemp("page")
+    options = {"precision": "fp16", "widen": True, "keep": "any", "check_sizes": [(224, 224)]}
+    (half,) = export_model(model, folder / "half", **options)
+
+    def copied(model, out, *, precision, **options):
+        entry = onnx_int8 if precision == "int8" else half
+        out.mkdir()
+        path, report = (shutil.copy(one, out) for one in (entry.path, entry.report))
+        return [web.replace(entry, path=Path(path), report=Path(report))]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(web, "export_model", copied)
         site = export_web(model, folder / "site", name="small").path
@@ -70,9 +75,11 @@ def browser():
 class Visitor:
     """A page in a browser session of its own, which knows no other address."""
 
-    def __init__(self, browser, address, width=1400, height=1000, **options):
+    def __init__(self, browser, address, width=1400, height=1000, instead=None, **options):
         viewport = {"width": width, "height": height}
         self.context = browser.new_context(viewport=viewport, **options)
+        for path, content in (instead or {}).items():
+            self.context.route(f"**/{path}", lambda route, body=content: route.fulfill(body=body))
         self.page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE)
         self.requests: list[str] = []
@@ -219,3 +226,63 @@ def test_a_phone(visit, scheme):
     lightness = sum(int(part) for part in back[4:-1].split(",")) / 3
     assert lightness < 50 if scheme == "dark" else lightness > 200
     visitor.screenshot(f"phone-{scheme}")
+
+
+@pytest.fixture
+def visit_with_gpu(address):
+    """A visitor whose browser has WebGPU, computed by the processor."""
+    with browsers.chromium(browsers.WEBGPU) as browser:
+        opened = []
+
+        def visit(**options):
+            opened.append(Visitor(browser, address, **options))
+            if opened[-1].page.locator("#run-on").is_hidden():
+                pytest.skip("this Chromium has no WebGPU in software")
+            return opened[-1]
+
+        yield visit
+
+
+def on_gpu(visitor):
+    before = visitor.runs
+    visitor.page.select_option("#on", "webgpu")
+    visitor.settled(before + 1)
+
+
+def test_webgpu_gives_what_webassembly_gives(visit_with_gpu, model, photo):
+    visitor = visit_with_gpu()
+    assert visitor.page.inner_text("#device") == "WebAssembly"  # software is slower on a "GPU"
+    visitor.open(photo)
+    visitor.move("size", 128)
+    plain = visitor.features()
+    on_gpu(visitor)
+    assert visitor.page.inner_text("#device") == "WebGPU"
+    assert visitor.page.inner_text("#run-on-why") == ""
+    same(visitor, model, photo, 128, 16, 1)
+    for one, other in zip(plain[:2], visitor.features()[:2], strict=True):
+        assert torch.cosine_similarity(one, other, dim=-1).mean() > 0.996
+    visitor.move("keep", 0.5)
+    same(visitor, model, photo, 128, 16, 0.5)
+    assert not visitor.errors
+
+
+def test_without_a_good_answer_from_webgpu_webassembly_goes_on(visit_with_gpu, model, photo):
+    broken = {"webgpu/*.onnx": b"no network"}
+    visitor = visit_with_gpu(instead=broken)
+    visitor.open(photo)
+    on_gpu(visitor)
+    assert visitor.page.inner_text("#device") == "WebAssembly"
+    assert "WebGPU is not used" in visitor.page.inner_text("#run-on-why")
+    same(visitor, model, photo, 384, 16, 1)
+    visitor.screenshot("no-webgpu")
+
+
+def test_wrong_numbers_are_not_shown_as_if_they_were_right(visit_with_gpu, address):
+    with urllib.request.urlopen(f"{address}about.json") as answer:
+        about = json.load(answer)
+    about["check"]["cls"] = [-value for value in about["check"]["cls"]]
+    visitor = visit_with_gpu(instead={"about.json": json.dumps(about).encode()})
+    assert "differs from Python" in visitor.page.inner_text("#message")
+    on_gpu(visitor)
+    assert visitor.page.inner_text("#device") == "WebAssembly"
+    assert "other numbers" in visitor.page.inner_text("#run-on-why")

@@ -65,7 +65,7 @@ def test_a_folder_with_all_that_a_page_needs(tiny, tmp_path, package, quick):
     assert (about["name"], about["num_cores"], about["width"]) == ("mine", 8, 32)
     assert [about["models"][d]["file"] for d in ("wasm", "webgpu")] == [
         "wasm/veca_int8.onnx",
-        "webgpu/veca_bf16.onnx",
+        "webgpu/veca_fp16.onnx",
     ]
     assert all((site.path / photo).is_file() for photo in about["photos"])
     wanted = tiny.preprocess(bundled_photos()[about["first"]], 224).pixels
@@ -105,8 +105,8 @@ def test_nothing_is_left_of_what_fails(tiny, tmp_path, package, monkeypatch):
 
 
 def test_bad_requests(tiny, tmp_path, package):
-    with pytest.raises(InputError, match="'fp16'"):
-        export_web(tiny, tmp_path / "site", precision="fp16", ort=package)
+    with pytest.raises(InputError, match="'bf16'"):
+        export_web(tiny, tmp_path / "site", precision="bf16", ort=package)
     grey = veca.create_model(SMALLEST.replace(in_channels=1))
     with pytest.raises(InputError, match="photos"):
         export_web(grey, tmp_path / "site", ort=package)

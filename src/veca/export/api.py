@@ -98,6 +98,7 @@ def export_model(
     data: verify.Photo | Sequence[verify.Photo] | None = None,
     gate: Agreement | tuple[float, float] | float | None = None,
     progress: Callable[[str], None] | None = None,
+    widen: bool = False,
     dtype: str | None = None,
 ) -> list[Exported]:
     """Write a model as files that run without this package, each checked against it.
@@ -125,6 +126,8 @@ def export_model(
         gate: the least agreement, for a precision below fp32: (CLS, patches), or one for both.
             By default `veca.export.GATES`.
         progress: is told in words what is being done.
+        widen: with fp16 in ONNX: keep the weights in half precision, but compute in float32, as
+            runtimes can that have neither bfloat16 nor arithmetic in half precision.
         dtype: what 0.1 called the precision.
     """
     check_model(model, "export_model")
@@ -140,12 +143,12 @@ def export_model(
     tensors = weights_hash(model)
     written = []
     for one, budget in itertools.product(precisions, budgets):
-        facts = _facts(model, to, budget, share, size, one, tensors)
+        facts = _facts(model, to, budget, share, size, one, tensors, widen)
         path = folder / f"{_stem(name, budget, share, size, one)}{FORMATS[to]}"
         with files.temporary_beside(path) as temporary:
             say(f"tracing {path.name}")
             program = trace(
-                _to_trace(model, to, one, photos),
+                _to_trace(model, to, one, photos, facts["computes_in"]),
                 None if budget == ANY else int(budget),
                 size,
                 None if share == ANY else float(share),
@@ -180,14 +183,16 @@ _OPEN_KEEPS = (1.0, 0.5, LEAST_OPEN_KEEP)
 """Where a file for any share is compared with the model."""
 
 
-def _to_trace(model: Veca, to: str, precision: str, photos: Sequence[Path]) -> Veca:
-    """What is traced for a precision. ONNX files of bf16 and int8 begin in float32."""
-    dtypes = {"fp16": torch.float16}
-    if to != "onnx":
-        return frozen_copy(model, {**dtypes, "bf16": torch.bfloat16}.get(precision, torch.float32))
+def _to_trace(
+    model: Veca, to: str, precision: str, photos: Sequence[Path], computes_in: str
+) -> Veca:
+    """What is traced for a precision. Files of int8, too, begin in float32."""
     if precision == "int8" and model.config.in_channels == 3 and model.quantization is None:
         model = equalised(model, photos)
-    return arrange(frozen_copy(model, dtypes.get(precision, torch.float32)))
+    frozen = frozen_copy(
+        model, torch.float32 if precision == "int8" else getattr(torch, computes_in)
+    )
+    return arrange(frozen) if to == "onnx" else frozen
 
 
 def _require_writable(folder: Path) -> None:
@@ -298,13 +303,16 @@ def _facts(
     size: Size | None,
     precision: str,
     tensors: str,
+    widen: bool,
 ) -> dict[str, Any]:
     c = model.config
     budget_input = {"cores": f"int64 [], from 1 to {c.num_cores}"} if budget == ANY else {}
     if keep == ANY:
         budget_input["keep"] = f"float32 [], from {LEAST_OPEN_KEEP} to 1"
-    # What comes out of it; within, ONNX files of bf16 and int8 know float32.
-    dtype = NAMES[precision] if precision == "fp16" or to != "onnx" else "float32"
+    # onnxruntime has no bfloat16 on CPUs.
+    wide = to == "onnx" and (widen or precision != "fp16")
+    computes_in = "float32" if wide and precision != "int8" else NAMES[precision]
+    dtype = "float32" if wide else NAMES[precision]  # of what comes out
     height, width = size or (f"{c.patch_size}*rows", f"{c.patch_size}*columns")
     patches = "rows*columns" if size is None else size[0] * size[1] // c.patch_size**2
     count = "cores" if budget == ANY else budget
@@ -316,6 +324,7 @@ def _facts(
         **({"keep": keep} if keep != 1 else {}),
         "size": "dynamic" if size is None else list(size),
         "dtype": NAMES[precision],
+        "computes_in": computes_in,
         **({"left_in_float32": list(rounding_of(model).leave)} if precision == "int8" else {}),
         "patch_size": c.patch_size,
         "image_mean": list(c.image_mean),

@@ -99,8 +99,8 @@ def write(program: torch.export.ExportedProgram, path: Path, facts: dict[str, An
         _check_share(onnx, proto)
     if facts["dtype"] == "int8":
         quantize_linear_layers(onnx, proto, left)
-    if facts["dtype"] == "bfloat16":
-        _store_as_bfloat16(onnx, proto)
+    if facts["dtype"] in ("float16", "bfloat16") and facts["computes_in"] == "float32":
+        _store_in_two_bytes(onnx, proto, getattr(torch, facts["dtype"]))
     proto.producer_name = "veca"
     proto.producer_version = facts["versions"]["veca"]
     facts["opset"] = max(entry.version for entry in proto.opset_import if not entry.domain)
@@ -278,21 +278,17 @@ def _check_share(onnx: Any, proto: Any) -> None:
     _prepend(onnx, proto, nodes, values)
 
 
-def _store_as_bfloat16(onnx: Any, proto: Any) -> None:
+def _store_in_two_bytes(onnx: Any, proto: Any, dtype: torch.dtype) -> None:
     """Keep the large tensors in two bytes a number; runtimes widen them when they load the file."""
+    kinds = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}
     nodes = []
     for entry in proto.graph.initializer:
         value = onnx.numpy_helper.to_array(entry)
         if value.dtype != np.float32 or value.size < _SMALL:
             continue
-        bits = torch.from_numpy(value.copy()).bfloat16().view(torch.int16).numpy()
-        stored = onnx.helper.make_tensor(
-            f"{entry.name}_bfloat16",
-            onnx.TensorProto.BFLOAT16,
-            value.shape,
-            bits.tobytes(),
-            raw=True,
-        )
+        bits = torch.from_numpy(value.copy()).to(dtype).view(torch.int16).numpy()
+        name = f"{entry.name}_{str(dtype).removeprefix('torch.')}"
+        stored = onnx.helper.make_tensor(name, kinds[dtype], value.shape, bits.tobytes(), raw=True)
         nodes.append(
             onnx.helper.make_node("Cast", [stored.name], [entry.name], to=onnx.TensorProto.FLOAT)
         )

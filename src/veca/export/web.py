@@ -28,8 +28,9 @@ from veca.quantization import Agreement
 from veca.version import __version__
 from veca.weights import weights_hash
 
-WEB_PRECISIONS = ("int8", "bf16", "fp32")
-"""What a page can compute in; half precision is not for WebAssembly."""
+WEB_PRECISIONS = ("int8", "fp16", "fp32")
+"""What a page can take; fp16 for the weights alone, and float32 to compute in: browsers widen no
+bfloat16, and WebAssembly has no arithmetic in half precision."""
 PAGE = Path(__file__).parents[1] / "assets" / "web"
 _FIRST = "chelsea.jpg"
 _CHECK_SIZE = 224
@@ -61,11 +62,11 @@ def export_web(
     """Write a page with the model in it, which any file server can serve and which sends nothing.
 
     Each file of the model takes any budget, share of tokens, size and batch. WebAssembly runs one
-    in `precision`; WebGPU one that keeps its weights in bfloat16 and computes in float32.
+    in `precision`; WebGPU one that keeps its weights in half precision and computes in float32.
 
     Args:
         out: a new or empty folder; it is there whole or not at all.
-        precision: "int8", "bf16" or "fp32".
+        precision: "int8", "fp16" or "fp32".
         name: of the weights, for the page.
         ort: the package onnxruntime-web, where npm cannot bring it: the unpacked
             folder or the archive of `npm pack`.
@@ -145,7 +146,7 @@ def _models(
 ) -> dict[str, Exported]:
     """The files by what runs them, in place."""
     found: dict[str, Exported] = {}
-    for device, one in (("wasm", precision), ("webgpu", "bf16")):
+    for device, one in (("wasm", precision), ("webgpu", "fp16")):
         if device == "webgpu" and precision == one:
             found[device] = found["wasm"]
             continue
@@ -160,6 +161,7 @@ def _models(
             data=data,
             gate=None if one == "fp32" or device == "webgpu" else gate,
             progress=say,
+            widen=one == "fp16",
         )
         found[device] = entry
     return found

@@ -3,6 +3,7 @@
 const $ = (id) => document.getElementById(id);
 const DIALS = ['cores', 'keep', 'size'];
 const MOST_PIXELS = 1e8;
+const NAMES = { wasm: 'WebAssembly', webgpu: 'WebGPU' };
 const RAMP = [[20, 18, 58], [91, 42, 134], [195, 61, 107], [246, 143, 70], [253, 246, 184]];
 
 const about = await (await fetch('about.json')).json();
@@ -22,11 +23,14 @@ function say(text = '') {
 const answers = {
   loading: ({ text }) => say(`${text} ...`),
   ready({ device: on, threads, agreement }) {
+    if (on === 'webgpu' && !(agreement >= about.check.gate)) {
+      fallBack(`it gave other numbers than Python, cosine ${agreement.toFixed(3)}`);
+      return;
+    }
     device = on;
-    const good = agreement >= about.check.gate;
-    say(good ? '' : `On this machine the network differs from Python's (cosine ${agreement.toFixed(3)}); `
-      + 'take the numbers and pictures with care.');
-    $('device').textContent = on === 'webgpu' ? 'WebGPU' : 'WebAssembly';
+    say(agreement >= about.check.gate ? '' : `On this machine the network differs from Python's `
+      + `(cosine ${agreement.toFixed(3)}); take the numbers and pictures with care.`);
+    $('device').textContent = NAMES[on];
     const how = on === 'webgpu' ? 'the GPU' : threads > 1 ? `${threads} threads` : 'one thread';
     $('device-what').textContent = `${how}; agrees ${agreement.toFixed(4)} with Python`;
     $('on').value = on;
@@ -60,10 +64,9 @@ const answers = {
   features(found) {
     waiting.splice(0).forEach((give) => give(found));
   },
-  failed({ task, text }) {
-    if (task === 'start' && device === 'webgpu') {
-      device = 'wasm';
-      worker.postMessage({ type: 'start', device, settings: about });
+  failed({ task, text, size }) {
+    if (device === 'webgpu' && task !== 'similar' && !size) {
+      fallBack(text);
       return;
     }
     say(task === 'start' ? `The network could not be loaded: ${text}. Reload the page to try again.` : text);
@@ -72,6 +75,14 @@ const answers = {
 };
 worker.onmessage = ({ data }) => answers[data.type](data);
 worker.onerror = () => say('This browser cannot run module workers; a newer one can.');
+
+/** WebAssembly in place of WebGPU, for as long as the page is open. */
+function fallBack(why) {
+  $('run-on-why').textContent = `WebGPU is not used: ${why}.`;
+  for (const option of $('on').options) option.disabled = option.value === 'webgpu';
+  again = Boolean(photo);
+  start('wasm');
+}
 
 function start(on) {
   device = on;
@@ -254,9 +265,8 @@ $('keep').min = about.least_keep;
 showDials();
 $('about').textContent = `${about.name}: ${about.models.wasm.precision}, ${(about.models.wasm.bytes / 1e6).toFixed(1)} MB, `
   + `one file for every number of cores and share of tokens; ${about.runtime}. Made by veca ${about.version}.`;
-const names = { wasm: 'WebAssembly', webgpu: 'WebGPU' };
 const can = ['wasm', ...(navigator.gpu && about.models.webgpu ? ['webgpu'] : [])];
-$('on').replaceChildren(...can.map((name) => new Option(names[name], name)));
+$('on').replaceChildren(...can.map((name) => new Option(NAMES[name], name)));
 $('run-on').hidden = can.length < 2;
 for (const path of about.photos) {
   const button = document.createElement('button');
@@ -269,5 +279,6 @@ for (const path of about.photos) {
 }
 const gpu = can.includes('webgpu') && (await navigator.gpu.requestAdapter().catch(() => null));
 if (!gpu) $('run-on').hidden = true;
-start(gpu ? 'webgpu' : 'wasm');
+// An adapter that a processor stands in for is slower than WebAssembly.
+start(gpu && !gpu.info?.isFallbackAdapter ? 'webgpu' : 'wasm');
 await pick($('gallery').children[about.first], about.photos[about.first]);

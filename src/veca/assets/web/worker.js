@@ -44,7 +44,8 @@ async function start({ device, settings }) {
     const adapter = navigator.gpu && (await navigator.gpu.requestAdapter());
     if (!adapter) throw new Error('this browser gives no GPU');
   }
-  await session?.release();
+  await session?.release().catch(() => {}); // one that is broken cannot be released
+  session = null;
   session = await ort.InferenceSession.create(model, { executionProviders: [device] });
   say('checking the network');
   postMessage({ type: 'ready', device, threads, agreement: await selfCheck() });
@@ -57,10 +58,12 @@ async function selfCheck() {
   const before = [photo, fitted, seen];
   photo = { rgb: onWhite(rgba), height, width };
   fitted = null;
-  await run({ size: about.check.size, cores: about.check.cores, keep: 1 });
-  const pair = new Float32Array([...about.check.cls, ...seen.cls]);
-  [photo, fitted, seen] = before;
-  return cosines(pair, 2, about.width, 0)[1];
+  try {
+    await run({ size: about.check.size, cores: about.check.cores, keep: 1 });
+    return cosines(new Float32Array([...about.check.cls, ...seen.cls]), 2, about.width, 0)[1];
+  } finally {
+    [photo, fitted, seen] = before;
+  }
 }
 
 async function decode(blob) {
@@ -131,6 +134,8 @@ let last = Promise.resolve();
 onmessage = ({ data }) => {
   // One after the other: a session runs one picture at a time.
   last = last.then(() => tasks[data.type](data)).catch((error) => {
-    postMessage({ type: 'failed', task: data.type, id: data.id, text: String(error.message || error) });
+    // A size that is too large is no fault of the device.
+    const size = error instanceof RangeError;
+    postMessage({ type: 'failed', task: data.type, size, text: String(error.message || error) });
   });
 };
