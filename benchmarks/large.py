@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="int8", help="scaling")
     parser.add_argument("--memory", default="1GB", help="scaling")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="that share a picture: scaling")
     parser.add_argument("--regions", type=int, default=200)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--voc", type=Path, help="the folder VOC2012: contexts")
@@ -254,7 +255,8 @@ def ranks(options: argparse.Namespace) -> list[dict[str, object]]:
         rows.append({
             "size": side, "ranks": 2, "patches": difference(found.features, whole[0]),
             "bytes_a_layer": found.exchanged // layers,
-            "gradients": _gradients(side) if side <= 1024 else "",
+            "gradients_float32": _gradients(side, torch.float32) if side <= 1024 else "",
+            "gradients_float64": _gradients(side, torch.float64) if side <= 1024 else "",
         })  # fmt: skip
         note("ranks", rows)
     return rows
@@ -297,15 +299,15 @@ def _rank(rank: int, name: str, cores: int, threads: int) -> None:
     dist.destroy_process_group()
 
 
-def _gradients(side: int) -> float:
+def _gradients(side: int, dtype: torch.dtype) -> float:
     """The largest difference of a gradient from one process's, in units of the largest of its
     tensor: a model split over two processes, each with half of the picture."""
     with tempfile.TemporaryDirectory() as name:
         spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-        spawn(_gradients_of_rank, (name, side), nprocs=2)
+        spawn(_gradients_of_rank, (name, side, dtype), nprocs=2)
         parts = [torch.load(Path(name) / f"{rank}.pt") for rank in range(2)]
-    model = veca.load("tiny").eval()
-    _loss(model(_noise(side)).patches, side, slice(None)).backward()
+    model = veca.load("tiny").eval().to(dtype)
+    _loss(model(_noise(side).to(dtype)).patches, side, slice(None)).backward()
     worst = 0.0
     for key, parameter in model.named_parameters():
         wanted = parameter.grad
@@ -315,13 +317,13 @@ def _gradients(side: int) -> float:
     return worst
 
 
-def _gradients_of_rank(rank: int, name: str, side: int) -> None:
+def _gradients_of_rank(rank: int, name: str, side: int, dtype: torch.dtype) -> None:
     meet = f"file://{name}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-    model = veca.load("tiny").eval()
+    model = veca.load("tiny").eval().to(dtype)
     split = veca.large.SplitVeca(model, dist.group.WORLD)
     rows = slice(rank * side // 2, (rank + 1) * side // 2)
-    out = split(_noise(side)[:, :, rows], at=(rows.start, 0), size=(side, side))
+    out = split(_noise(side)[:, :, rows].to(dtype), at=(rows.start, 0), size=(side, side))
     half = slice(rows.start // 16 * (side // 16), rows.stop // 16 * (side // 16))
     _loss(out.patches, side, half).backward()
     found = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
@@ -337,7 +339,7 @@ def _loss(patches: Tensor, side: int, part: slice) -> Tensor:
     """Of each patch by itself, so that parts add up."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn((side // 16) ** 2, patches.shape[2], generator=generator)
-    return (patches[0] * weights[part]).sum() / len(weights)
+    return (patches[0] * weights[part].to(patches.dtype)).sum() / len(weights)
 
 
 # ------------------------------------------------------------------------------------------ kills
@@ -430,6 +432,32 @@ def write_tiff(path: Path, side: int, photos: Path | None) -> None:
     )  # fmt: skip
 
 
+class _Resident(threading.Thread):
+    """The most KiB that a process and those it began had resident together, by looking often."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._most, self._over = pid, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.2):
+            listed = subprocess.run(
+                ["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=False
+            ).stdout
+            rows = [[int(x) for x in line.split()] for line in listed.splitlines()]
+            ours, before = {self._pid}, 0
+            while len(ours) > before:
+                before = len(ours)
+                ours |= {pid for pid, parent, _ in rows if parent in ours}
+            self._most = max(self._most, sum(rss for pid, _, rss in rows if pid in ours))
+
+    def most(self) -> int:
+        self._over.set()
+        self.join()
+        return self._most
+
+
 def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
     """One after the other; sizes that were measured before stay in the file."""
     rows: list[dict[str, object]] = []
@@ -443,8 +471,12 @@ def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
                 picture, out, options.memory, "--precision", options.precision,
                 "--threads", str(options.threads),
             )  # fmt: skip
+            if options.processes > 1:
+                shared = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+                command[2:3] = [*shared, str(options.processes), "-m", "veca"]
             start = time.perf_counter()
             process = subprocess.Popen(command)
+            resident = _Resident(process.pid)
             _, status, usage = os.wait4(process.pid, 0)
             seconds = time.perf_counter() - start
             if status:
@@ -452,11 +484,13 @@ def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
             stored = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
         cpu = usage.ru_utime + usage.ru_stime
         rows.append({
-            "size": side, "precision": options.precision, "threads": options.threads,
+            "run": f"{side} px, {options.processes} x {options.threads}", "size": side,
+            "precision": options.precision, "processes": options.processes,
+            "threads": options.threads,
             "patches": (side // 16) ** 2, "seconds": seconds, "cpu_seconds": cpu,
-            "resident_gib": usage.ru_maxrss / 2**20, "store_gb": stored / 1e9,
+            "resident_gib": resident.most() / 2**20, "store_gb": stored / 1e9,
         })  # fmt: skip
-        note("scaling", rows, "size")
+        note("scaling", rows, "run")
     return rows
 
 
@@ -484,7 +518,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 def contexts(options: argparse.Namespace) -> list[dict[str, object]]:
     """Groups of rows that were measured before stay in the file and are not measured again."""
     model = in_precision(veca.load("tiny").eval(), options.context_precision)
-    wanted = dict(text.split(":") for text in options.sets.split(","))
+    wanted = dict(text.split(":") for text in filter(None, options.sets.split(",")))
     path = RESULTS / "large_contexts.csv"
     rows: list[dict[str, object]] = []
     for name, count in wanted.items():
