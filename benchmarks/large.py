@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="int8", help="scaling")
     parser.add_argument("--memory", default="1GB", help="scaling")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="that share a picture: scaling")
     parser.add_argument("--regions", type=int, default=200)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--voc", type=Path, help="the folder VOC2012: contexts")
@@ -139,31 +141,39 @@ def difference(found: Pixels, wanted: Pixels) -> float:
 
 @torch.no_grad()
 def exactness(options: argparse.Namespace) -> list[dict[str, object]]:
+    """One process and two; cases that were measured before stay in the file."""
     model, side = veca.load("tiny").eval(), options.size
     even, odd = mosaic(options.photos, side, side), mosaic(options.photos, side - 37, side - 203)
     mask = np.random.default_rng(1).random((side // 16, side // 16)) < 0.5
     mask[: side // 64] = False  # whole tiles
     cases: list[tuple[str, Pixels, int, Any]] = [
-        ("square", even, 1, None),
-        ("square", even, 8, None),
-        ("square", even, 64, None),
-        ("odd sides", odd, 64, None),
-        ("half masked", even, 64, mask),
+        ("square, 1 core", even, 1, None),
+        ("square, 8 cores", even, 8, None),
+        ("square, 64 cores", even, 64, None),
+        ("odd sides, 64 cores", odd, 64, None),
+        ("half masked, 64 cores", even, 64, mask),
     ]
+    path = RESULTS / "large_exactness.csv"
+    there = read_csv(path) if path.exists() else []
     rows: list[dict[str, object]] = []
     for name, picture, cores, kept in cases:
+        known = {"case": name, "height": picture.shape[0], "width": picture.shape[1]}
+        if any(all(row[k] == str(v) for k, v in known.items()) for row in there if "case" in row):
+            continue
         whole = plain(model, picture, cores, kept)
-        out = veca.large.features(model, picture, cores=cores, mask=kept, memory="8GB", tile=32)
-        assert out.features is not None
+        one = veca.large.features(model, picture, cores=cores, mask=kept, memory="4GB", tile=32)
+        assert one.features is not None
+        two = two_ranks(picture, cores, kept, options.threads)
         rows.append({
-            "picture": name, "height": picture.shape[0], "width": picture.shape[1],
-            "cores": cores, "ranks": 1,
-            "patches": difference(out.features, whole[0]),
-            "cores_differ": difference(out.cores.numpy(), whole[1]),
+            **known, "cores": cores,
+            "one_process": difference(one.features, whole[0]),
+            "two_processes": difference(two.features, whole[0]),
+            "cores_one": difference(one.cores.numpy(), whole[1]),
+            "cores_two": difference(two.cores, whole[1]),
         })  # fmt: skip
-        note("exactness", rows)
-        del out, whole
-    return rows
+        note("exactness", rows, "case")
+        del one, two, whole
+    return rows or [{"exactness": "all there"}]
 
 
 def plain(model: Veca, picture: Pixels, cores: int, mask: Any = None) -> tuple[Pixels, Pixels]:
@@ -225,28 +235,46 @@ def read(options: argparse.Namespace) -> list[dict[str, object]]:
 # ------------------------------------------------------------------------------------------ ranks
 
 
+class TwoRanks(NamedTuple):
+    """What two processes made of a picture."""
+
+    features: Pixels
+    cores: Pixels
+    exchanged: int
+    """Bytes that one of them gave, in all layers together."""
+
+
 def ranks(options: argparse.Namespace) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for side in (options.size // 2, options.size):
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            np.save(folder / "picture.npy", mosaic(options.photos, side, side))
-            spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
-            spawn(_rank, (name, side, options.threads), nprocs=2)
-            with torch.no_grad():
-                whole = plain(veca.load("tiny").eval(), np.load(folder / "picture.npy"), 64)
-            found = np.load(folder / "features.npy")
-            exchanged = int((folder / "exchanged").read_text())
-            layers = veca.load("tiny").config.depth
-            rows.append({
-                "size": side, "ranks": 2, "patches": difference(found, whole[0]),
-                "bytes_a_layer": exchanged // layers,
-            })  # fmt: skip
-            note("ranks", rows)
+    layers = veca.load("tiny").config.depth
+    for side in (options.size // 4, options.size // 2, options.size):
+        picture = mosaic(options.photos, side, side)
+        found = two_ranks(picture, 64, None, options.threads)
+        with torch.no_grad():
+            whole = plain(veca.load("tiny").eval(), picture, 64)
+        rows.append({
+            "size": side, "ranks": 2, "patches": difference(found.features, whole[0]),
+            "bytes_a_layer": found.exchanged // layers,
+            "gradients_float32": _gradients(side, torch.float32) if side <= 1024 else "",
+            "gradients_float64": _gradients(side, torch.float64) if side <= 1024 else "",
+        })  # fmt: skip
+        note("ranks", rows)
     return rows
 
 
-def _rank(rank: int, name: str, side: int, threads: int) -> None:
+def two_ranks(picture: Pixels, cores: int, mask: Any, threads: int) -> TwoRanks:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        np.save(folder / "picture.npy", picture)
+        if mask is not None:
+            np.save(folder / "mask.npy", mask)
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_rank, (name, cores, threads), nprocs=2)
+        exchanged = int((folder / "exchanged").read_text())
+        return TwoRanks(np.load(folder / "features.npy"), np.load(folder / "cores.npy"), exchanged)
+
+
+def _rank(rank: int, name: str, cores: int, threads: int) -> None:
     torch.set_num_threads(threads)
     folder = Path(name)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -260,11 +288,58 @@ def _rank(rank: int, name: str, side: int, threads: int) -> None:
 
     veca.large.ranks.Ranks.join = counted  # type: ignore[method-assign]
     picture = np.load(folder / "picture.npy", mmap_mode="r")
-    model = veca.load("tiny").eval()
-    veca.large.features(model, picture, folder / "features.npy", group=dist.group.WORLD, tile=32)
+    mask = np.load(folder / "mask.npy") if (folder / "mask.npy").exists() else None
+    out = veca.large.features(
+        veca.load("tiny").eval(), picture, folder / "features.npy",
+        cores=cores, mask=mask, group=dist.group.WORLD, tile=32,
+    )  # fmt: skip
     if rank == 0:
+        np.save(folder / "cores.npy", out.cores.numpy())
         (folder / "exchanged").write_text(str(exchanged[0]))
     dist.destroy_process_group()
+
+
+def _gradients(side: int, dtype: torch.dtype) -> float:
+    """The largest difference of a gradient from one process's, in units of the largest of its
+    tensor: a model split over two processes, each with half of the picture."""
+    with tempfile.TemporaryDirectory() as name:
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(_gradients_of_rank, (name, side, dtype), nprocs=2)
+        parts = [torch.load(Path(name) / f"{rank}.pt") for rank in range(2)]
+    model = veca.load("tiny").eval().to(dtype)
+    _loss(model(_noise(side).to(dtype)).patches, side, slice(None)).backward()
+    worst = 0.0
+    for key, parameter in model.named_parameters():
+        wanted = parameter.grad
+        if wanted is not None and wanted.abs().max() > 0:
+            found = parts[0][key] + parts[1][key]
+            worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+    return worst
+
+
+def _gradients_of_rank(rank: int, name: str, side: int, dtype: torch.dtype) -> None:
+    meet = f"file://{name}/meet"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    model = veca.load("tiny").eval().to(dtype)
+    split = veca.large.SplitVeca(model, dist.group.WORLD)
+    rows = slice(rank * side // 2, (rank + 1) * side // 2)
+    out = split(_noise(side)[:, :, rows].to(dtype), at=(rows.start, 0), size=(side, side))
+    half = slice(rows.start // 16 * (side // 16), rows.stop // 16 * (side // 16))
+    _loss(out.patches, side, half).backward()
+    found = {k: p.grad for k, p in model.named_parameters() if p.grad is not None}
+    torch.save(found, Path(name) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def _noise(side: int) -> Tensor:
+    return torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def _loss(patches: Tensor, side: int, part: slice) -> Tensor:
+    """Of each patch by itself, so that parts add up."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn((side // 16) ** 2, patches.shape[2], generator=generator)
+    return (patches[0] * weights[part].to(patches.dtype)).sum() / len(weights)
 
 
 # ------------------------------------------------------------------------------------------ kills
@@ -279,14 +354,14 @@ def kills(options: argparse.Namespace) -> list[dict[str, object]]:
         picture = folder / "picture.tif"
         write_tiff(picture, side, options.photos)
         whole, stopped = folder / "whole.zarr", folder / "stopped.zarr"
-        start = time.perf_counter()
-        subprocess.run(_command(picture, whole, "1GB"), check=True, stdout=subprocess.DEVNULL)
-        took = time.perf_counter() - start
+        first = _begun(_command(picture, whole, "1GB"))
+        assert not first.process.wait()
+        seconds = time.perf_counter() - first.at
         killed = finished = 0
         while killed < options.kills:
-            process = subprocess.Popen(_command(picture, stopped, "1GB"), stdout=subprocess.DEVNULL)
+            process = _begun(_command(picture, stopped, "1GB")).process
             try:
-                process.wait(took * draw.uniform(0.2, 0.9))
+                process.wait(seconds * draw.uniform(0.02, 0.4))
                 # It came to its end: begin another.
                 finished += 1
                 assert digest(stopped) == digest(whole)
@@ -302,6 +377,22 @@ def kills(options: argparse.Namespace) -> list[dict[str, object]]:
         "size": side, "kills": killed, "ends": finished + 1, "same_bytes": same,
         "left_over": len(left) - 3,
     }]  # fmt: skip
+
+
+class _Begun(NamedTuple):
+    process: subprocess.Popen[str]
+    at: float
+
+
+def _begun(command: list[str]) -> _Begun:
+    """A command whose pass has begun: it has said what it will take."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " tiles of " in line:
+            break
+    threading.Thread(target=process.stdout.read, daemon=True).start()
+    return _Begun(process, time.perf_counter())
 
 
 def _command(picture: Path, out: Path, memory: str, *more: str) -> list[str]:
@@ -341,6 +432,32 @@ def write_tiff(path: Path, side: int, photos: Path | None) -> None:
     )  # fmt: skip
 
 
+class _Resident(threading.Thread):
+    """The most KiB that a process and those it began had resident together, by looking often."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._most, self._over = pid, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.2):
+            listed = subprocess.run(
+                ["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=False
+            ).stdout
+            rows = [[int(x) for x in line.split()] for line in listed.splitlines()]
+            ours, before = {self._pid}, 0
+            while len(ours) > before:
+                before = len(ours)
+                ours |= {pid for pid, parent, _ in rows if parent in ours}
+            self._most = max(self._most, sum(rss for pid, _, rss in rows if pid in ours))
+
+    def most(self) -> int:
+        self._over.set()
+        self.join()
+        return self._most
+
+
 def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
     """One after the other; sizes that were measured before stay in the file."""
     rows: list[dict[str, object]] = []
@@ -354,8 +471,12 @@ def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
                 picture, out, options.memory, "--precision", options.precision,
                 "--threads", str(options.threads),
             )  # fmt: skip
+            if options.processes > 1:
+                shared = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+                command[2:3] = [*shared, str(options.processes), "-m", "veca"]
             start = time.perf_counter()
             process = subprocess.Popen(command)
+            resident = _Resident(process.pid)
             _, status, usage = os.wait4(process.pid, 0)
             seconds = time.perf_counter() - start
             if status:
@@ -363,11 +484,13 @@ def scaling(options: argparse.Namespace) -> list[dict[str, object]]:
             stored = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
         cpu = usage.ru_utime + usage.ru_stime
         rows.append({
-            "size": side, "precision": options.precision, "threads": options.threads,
+            "run": f"{side} px, {options.processes} x {options.threads}", "size": side,
+            "precision": options.precision, "processes": options.processes,
+            "threads": options.threads,
             "patches": (side // 16) ** 2, "seconds": seconds, "cpu_seconds": cpu,
-            "resident_gib": usage.ru_maxrss / 2**20, "store_gb": stored / 1e9,
+            "resident_gib": resident.most() / 2**20, "store_gb": stored / 1e9,
         })  # fmt: skip
-        note("scaling", rows, "size")
+        note("scaling", rows, "run")
     return rows
 
 
@@ -395,7 +518,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 def contexts(options: argparse.Namespace) -> list[dict[str, object]]:
     """Groups of rows that were measured before stay in the file and are not measured again."""
     model = in_precision(veca.load("tiny").eval(), options.context_precision)
-    wanted = dict(text.split(":") for text in options.sets.split(","))
+    wanted = dict(text.split(":") for text in filter(None, options.sets.split(",")))
     path = RESULTS / "large_contexts.csv"
     rows: list[dict[str, object]] = []
     for name, count in wanted.items():

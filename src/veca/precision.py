@@ -443,12 +443,19 @@ class FastBlock(Block):
         keys: Tensor,
         values: Tensor,
         queries: Tensor,
+        beside: tuple[Rotation, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, PartialAttention]:
         """As `veca.large.layers.through`: patches [B, n, D] after the block, which see the cores'
         `keys` and `values`; and what the cores, with their `queries`, take from them."""
         q, k, v = self._looked(patches, rotation)
         part = partial_attention(_in_halves(queries), k, v)
-        return self._seen(patches, q, keys, values), part
+        if beside is None:
+            return self._seen(patches, q, keys, values), part
+        there, others, theirs = beside
+        scores = [_scores(q, keys), _scores(self._looked(patches, there)[0], others)]
+        weights = self.steps.softmax(torch.cat(scores, dim=-1))
+        seen = torch.cat([x.expand(len(q), -1, -1, -1) for x in (values, theirs)], dim=2)
+        return self._joined(patches, weights @ seen.to(q.dtype)), part
 
     def _looked(self, patches: Tensor, rotation: Rotation) -> list[Tensor]:
         """Queries, keys and values [B, H, n, d] of patches [B, n, D] alone."""
@@ -459,8 +466,11 @@ class FastBlock(Block):
 
     def _seen(self, patches: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Patches after the block, with queries [B, H, n, d] for the cores' keys and values."""
-        keys, values = _in_halves(keys).to(q.dtype), values.to(q.dtype)
-        mixed = self.steps.softmax(q @ keys.transpose(-1, -2)) @ values
+        mixed = self.steps.softmax(_scores(q, keys)) @ values.to(q.dtype)
+        return self._joined(patches, mixed)
+
+    def _joined(self, patches: Tensor, mixed: Tensor) -> Tensor:
+        """Patches after the block, given what their heads found [B, H, n, d]."""
         flat = patches.reshape(-1, patches.shape[-1]).contiguous()
         return self.steps.write(flat, (mixed.transpose(0, 1),)).view(patches.shape)
 
@@ -569,6 +579,11 @@ def _table(cores: Tensor, patches: Tensor | None, batch: int) -> Tensor:
 def _in_halves(x: Tensor) -> Tensor:
     """Channels of heads in the order that `_for_attention` gives them."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+
+
+def _scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Of queries in halves, which are times the scale, for cores' plain keys."""
+    return q @ _in_halves(keys).to(q.dtype).transpose(-1, -2)
 
 
 def _attention_dtype(layer: PackedBlock) -> torch.dtype:

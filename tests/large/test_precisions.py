@@ -44,6 +44,10 @@ def test_a_layer_is_that_of_the_plain_block(model, precision, share):
         found, part = layers.through(layers.block_of(fast, number), *given)
         assert near(found, wanted, share) and not torch.equal(found, wanted)
         assert near(part.result(), taken.result(), share)
+        beside = layers.Beside(places, start.keys.flip(2) * 0.5, 20 * start.values.flip(2))
+        wanted_so, _ = layers.through(layers.block_of(model, number), *given, beside)
+        found_so, _ = layers.through(layers.block_of(fast, number), *given, beside)
+        assert near(found_so, wanted_so, share) and not near(found_so, found, 1e-3)
         read = layers.block_of(fast, number).read(x, start.keys, start.values, places)
         assert torch.equal(read, found)
 
@@ -57,8 +61,7 @@ def test_a_pass_in_a_precision_agrees_with_float32(
     pytest.importorskip("zarr")
     fast = at_precision(model, precision)
     wanted = large.features(model, PICTURE, context=context, tile=4)
-    if context != "tile+overview":  # no tile may fall back on the slow linear layers
-        monkeypatch.setattr(Block, "read", None)
+    monkeypatch.setattr(Block, "read", None)  # no tile may fall back on the slow linear layers
     found = large.features(fast, PICTURE, tmp_path / "f.zarr", context=context, tile=4)
     store = large.FeatureStore(tmp_path / "f.zarr")
     assert store.facts["precision"] == precision

@@ -82,8 +82,8 @@ def through(
     beside: Beside | None = None,
 ) -> tuple[Tensor, PartialAttention]:
     """Some patches [B, n, D] through a layer, and what the cores take from them."""
-    if isinstance(block, FastBlock) and beside is None:
-        return block.through(patches, rotation, start.keys, start.values, queries)
+    if isinstance(block, FastBlock):
+        return block.through(patches, rotation, start.keys, start.values, queries, beside)
     normed = block.norm_attn(patches)
     keys, values = block.attn.keys_and_values(normed, rotation)
     part = partial_attention(queries, keys, values)

@@ -111,8 +111,8 @@ def _fits(mask: tuple[int, ...], picture: tuple[int, int], patch_size: int) -> b
 def _another_size(path: Path, mask: Mask, picture: Picture) -> LargeError:
     return LargeError(
         f"the mask {path} has {mask.shape[0]} x {mask.shape[1]} pixels, and the picture "
-        f"{picture.shape[0]} x {picture.shape[1]}; a mask has the picture's size, or is it scaled "
-        "down evenly."
+        f"{picture.shape[0]} x {picture.shape[1]}; a mask has the picture's size, or that of the "
+        "picture scaled down evenly."
     )
 
 
