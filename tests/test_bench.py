@@ -270,3 +270,42 @@ def test_names_of_0_1_still_work_and_say_the_new_ones(old, new):
         assert getattr(veca.bench, old) is new
     with pytest.raises(AttributeError, match="nothing"):
         veca.bench.nothing  # noqa: B018
+
+
+@pytest.mark.slow
+def test_engines_stand_beside_the_dense_network_in_the_same(tmp_path, monkeypatch):
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path))
+    monkeypatch.setattr(veca.bench.runtimes.importlib.util, "find_spec", lambda name: None)
+    plan = dataclasses.replace(
+        QUICK, sizes=(32,), precisions=("fp32", "bf16"), engines=("torch", "onnxruntime")
+    )
+    rows = bench(SMALL, plan, cores=[3])
+    assert [r.label for r in rows if r.engine == "onnxruntime"] == [
+        "dense, onnxruntime",
+        "veca, 3 cores, onnxruntime",
+    ]
+    dense, veca_ = rows[-2:]
+    assert veca_.speedup == pytest.approx(dense.ms / veca_.ms) and not veca_.error
+    assert len(rows) == 6
+
+
+@pytest.mark.slow
+def test_openvino_is_a_guest(tmp_path, monkeypatch):
+    pytest.importorskip("openvino", reason="OpenVINO is not installed; nothing of ours brings it")
+    monkeypatch.setenv("VECA_CACHE", str(tmp_path))
+    plan = dataclasses.replace(QUICK, sizes=(32,), engines=("onnxruntime",))
+    rows = bench(SMALL, plan, cores=[3])
+    assert [r.engine for r in rows] == ["onnxruntime"] * 2 + ["openvino"] * 2
+    assert not any(r.error for r in rows)
+
+
+def test_engines_that_cannot_run_are_refused(monkeypatch):
+    with pytest.raises(InputError, match="onnxruntime"):
+        BenchPlan(engines=("onxruntime",))
+    with pytest.raises(InputError, match="CPU"):
+        BenchPlan(engines=("onnxruntime",), device="cuda")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(MissingExtraError, match="openvino"):
+        BenchPlan(engines=("openvino",))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import veca
 from veca import VecaConfig, compile_for_inference, create_model, native
+from veca import engine as engine_room
 from veca import precision as room
 from veca.dense import DenseVit
 from veca.embed import embed, extract
-from veca.errors import InputError
+from veca.engine import InferenceEngine
+from veca.errors import InputError, MissingExtraError
 from veca.images.bundled import bundled_photos
 from veca.model import Veca
 from veca.precision import (
@@ -285,3 +290,67 @@ def test_features_remember_their_precision(model: Veca, tmp_path) -> None:  # ty
         next((tmp_path / name).rglob("*.parquet")).read_bytes() for name in ("e", "again")
     )
     assert one == other
+
+
+@pytest.fixture(scope="module")
+def onnx_engine(model: Veca, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceEngine]:
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VECA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        engine = compile_for_inference(model, engine="onnxruntime")
+        engine.prepare(1, 32)
+        yield engine
+
+
+@pytest.mark.slow
+def test_onnxruntime_computes_what_the_model_does(
+    model: Veca, onnx_engine: InferenceEngine
+) -> None:
+    assert "onnxruntime" in onnx_engine.describe()
+    for images, cores in ((IMAGES, 3), (IMAGES[:1, :, :32, :40], None)):
+        found, wanted = onnx_engine(images, cores), model(images, cores)
+        assert found.grid == wanted.grid
+        for name in ("cores", "patches", "core_xy"):
+            torch.testing.assert_close(
+                getattr(found, name), getattr(wanted, name).detach(), rtol=0, atol=1e-4
+            )
+    assert onnx_engine.cores_only(IMAGES, 3, first=1).cores.shape == (2, 1, 48)
+    with pytest.raises(InputError, match="keep"):
+        onnx_engine(IMAGES, keep="auto")
+
+
+@pytest.mark.slow
+def test_threads_of_onnxruntime_are_those_of_torch(onnx_engine: InferenceEngine) -> None:
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(onnx_engine(IMAGES, 3).patches)
+            runner = onnx_engine._runs[1.0, threads]._run  # type: ignore[attr-defined]
+            assert runner.session.get_session_options().intra_op_num_threads == threads
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_auto_takes_the_faster_engine_and_tries_only_what_is_prepared(
+    model: Veca, onnx_engine: InferenceEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = compile_for_inference(model, precision="int8")
+    assert "by torch" in other.describe() and "not tried" in other.describe()
+    for times, name in (([2.0, 1.0], "by onnxruntime"), ([1.0, 2.0], "by torch")):
+        monkeypatch.setattr(engine_room, "median_times", lambda calls, t=times: t)
+        text = compile_for_inference(model, precision="fp32").describe()
+        assert name in text and f"fp32 {times[0] / times[1]:.2f}x" in text
+
+
+def test_onnxruntime_refuses_what_it_cannot(model: Veca, monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, word in (({"precision": "bf16"}, "bf16"), ({"compile": True}, "compile")):
+        with pytest.raises(InputError, match=word):
+            compile_for_inference(model, engine="onnxruntime", **options)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(MissingExtraError, match="onnxruntime"):
+        compile_for_inference(model, engine="onnxruntime")

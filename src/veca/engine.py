@@ -634,9 +634,8 @@ def _faster(
     images = torch.zeros(1, c.in_channels, height, width)
     runs: list[CpuEngine] = [first, *others]
     medians = median_times([partial(run, images, cores) for run in runs])
-    ratios = [
-        f"{run.precision} {medians[0] / t:.2f}x" for run, t in zip(runs, medians, strict=True)
-    ]
+    pairs = zip(others, medians[1:], strict=True)
+    ratios = ", ".join(f"{run.precision} {medians[0] / taken:.2f}x" for run, taken in pairs)
     best = runs[medians.index(min(medians))]
     best.reason = (
         f"onnxruntime beside torch's {first.precision} at {height} x {width} px: "

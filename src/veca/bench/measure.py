@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from veca._util.cuda import side_stream
 from veca._util.memory import is_out_of_memory, peak_tensor_memory
+from veca.bench import runtimes
 from veca.checks import check_budget, check_keep
 from veca.config import PRESETS, VecaConfig, preset
 from veca.dense import DenseVit
@@ -53,13 +55,15 @@ class Contender:
     keep: float = 1.0
     """The share of patch tokens that go on."""
     precision: str = ""
-    """What it computes in; it is set beside the yardstick of the same precision."""
+    """What it computes in; it is set beside the yardstick of the same precision and engine."""
+    engine: str = "torch"
+    """What runs it."""
     dtype: str | None = None
     """Of the images that it takes; by default the plan's."""
 
     @property
     def label(self) -> str:
-        return _label(self.name, self.cores, self.keep, self.precision)
+        return _label(self.name, self.cores, self.keep, self.precision, self.engine)
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,9 @@ class BenchPlan:
     precisions: tuple[str, ...] = ()
     """What networks compute in ("fp32", "bf16", "fp16", "int8"), side by side, each beside the
     dense network in the same precision."""
+    engines: tuple[str, ...] = ("torch",)
+    """What runs networks ("torch", "onnxruntime", "openvino"), side by side, each beside the dense
+    network in the same engine and precision. OpenVINO joins onnxruntime where it is installed."""
     threads: int | None = None
     """CPU threads while measuring; None leaves torch's setting."""
     repeats: int = 5
@@ -99,6 +106,12 @@ class BenchPlan:
         check_choice("dtype", self.dtype, DTYPES)
         precisions = tuple(dict.fromkeys(check_precision(name) for name in self.precisions))
         object.__setattr__(self, "precisions", precisions)
+        for engine in self.engines:
+            check_choice("engine", engine, runtimes.ENGINES)
+        if not self.engines:
+            raise InputError(f"engines is empty; give some of {', '.join(runtimes.ENGINES)}.")
+        engines = runtimes.engines_for(tuple(dict.fromkeys(self.engines)), self.device)
+        object.__setattr__(self, "engines", engines)
         if self.graph and torch.device(self.device).type != "cuda":
             raise InputError(f"graph replay needs a CUDA device, got {self.device!r}.")
 
@@ -135,10 +148,12 @@ class BenchRow:
     """The share of patch tokens that go on."""
     precision: str = ""
     """What it computes in; "" where only a dtype was asked for."""
+    engine: str = "torch"
+    """What runs it."""
 
     @property
     def label(self) -> str:
-        return _label(self.model, self.cores, self.keep, self.precision)
+        return _label(self.model, self.cores, self.keep, self.precision, self.engine)
 
 
 def bench(
@@ -227,8 +242,33 @@ def contenders_for(
     points = [(budget, share) for budget in cores for share in keep]
     contenders: list[Contender] = []
     for precision in plan.precisions or ("",):
-        contenders += _contenders_in(precision, model, points, plan, dense)
+        if "torch" in plan.engines:
+            contenders += _contenders_in(precision, model, points, plan, dense)
+    for engine in (one for one in plan.engines if one != "torch"):
+        known = runtimes.PRECISIONS[engine]
+        asked = plan.precisions or ("fp32",)
+        if not set(asked) & set(known):
+            raise InputError(f"{engine} is measured in {', '.join(known)}, not {', '.join(asked)}.")
+        for precision in (one for one in asked if one in known):
+            contenders += _contenders_by(engine, precision, model, points, dense)
     return contenders
+
+
+def _contenders_by(
+    engine: str, precision: str, model: Veca, points: list[tuple[int, float]], dense: bool
+) -> Iterator[Contender]:
+    """Those of `contenders_for` in another runtime, each from a file that it writes first."""
+    as_all: dict[str, Any] = {"precision": precision, "dtype": "float32", "engine": engine}
+    ours = copy.deepcopy(model).float().eval()
+    if dense:
+        with _own_seed():
+            yardstick = DenseVit(model.config).eval()
+        run = runtimes.runner(engine, yardstick, precision, 1.0)
+        yield Contender(DENSE, partial(run, cores=None), **as_all)
+    for share in dict.fromkeys(share for _, share in points):
+        run = runtimes.runner(engine, ours, precision, share)
+        for c in (budget for budget, keep in points if keep == share):
+            yield Contender("veca", partial(run, cores=c), c, keep=share, **as_all)
 
 
 def _contenders_in(
@@ -282,7 +322,7 @@ def race(
     labels = [contender.label for contender in contenders]
     if not labels or len(set(labels)) < len(labels):
         raise InputError(f"contenders need different names or budgets, got {labels}.")
-    yardsticks = {c.precision: c.label for c in contenders if yardstick in (c.name, c.label)}
+    yardsticks = {_beside(c): c.label for c in contenders if yardstick in (c.name, c.label)}
     if yardstick is not None and not yardsticks:
         raise InputError(f"unknown yardstick {suggest(yardstick, labels)}")
     rows = []
@@ -291,13 +331,25 @@ def race(
             trials = _race_at(contenders, size, channels, plan, progress or (lambda _: None))
             base = {name: trials[label].median for name, label in yardsticks.items()}
             batch = [
-                _row(c, trials[c.label], size, plan, network, base.get(c.precision, math.nan))
+                _row(
+                    c,
+                    trials[c.label],
+                    size,
+                    plan,
+                    network,
+                    base.get((c.precision, c.engine), math.nan),
+                )
                 for c in contenders
             ]
             rows += batch
             if on_rows:
                 on_rows(batch)
     return rows
+
+
+def _beside(contender: Contender) -> tuple[str, str]:
+    """What contenders share that are set beside one yardstick."""
+    return contender.precision, contender.engine
 
 
 @dataclass
@@ -476,6 +528,7 @@ def _row(
         error=trial.error,
         keep=contender.keep,
         precision=contender.precision,
+        engine=contender.engine,
     )
 
 
@@ -499,10 +552,11 @@ def _own_seed() -> Iterator[None]:
         yield
 
 
-def _label(name: str, cores: int | None, keep: float, precision: str) -> str:
+def _label(name: str, cores: int | None, keep: float, precision: str, engine: str) -> str:
     parts = [name] if cores is None else [name, f"{cores} core{'s' * (cores != 1)}"]
     parts += [] if keep == 1 else [f"keep {keep:g}"]
-    return ", ".join(parts if precision in ("", "fp32") else [*parts, precision])
+    parts += [] if precision in ("", "fp32") else [precision]
+    return ", ".join(parts if engine == "torch" else [*parts, engine])
 
 
 def _require_whole(name: str, value: object) -> None:

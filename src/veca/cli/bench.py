@@ -53,6 +53,13 @@ def bench(
             "in the same."
         ),
     ] = "fp32",
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="torch, onnxruntime (CPU: fp32, int8), openvino; several side by side. OpenVINO "
+            "joins onnxruntime where it is installed."
+        ),
+    ] = "torch",
     dtype: Annotated[str | None, typer.Option(hidden=True)] = None,
     threads: Threads = None,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds at each size, at least.")] = 5,
@@ -87,6 +94,7 @@ def bench(
         batch=batch,
         device=str(pick_device(device)),
         precisions=precisions or (precision,),
+        engines=tuple(part.strip() for part in engine.split(",") if part.strip()),
         threads=threads,
         repeats=repeats,
         seconds=seconds,

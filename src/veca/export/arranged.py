@@ -64,16 +64,17 @@ class ArrangedAttention(nn.Module):
         x: Tensor,
         num_cores: int,
         core_rotation: Rotation,
-        patch_rotation: Rotation,
+        patch_rotation: Rotation | None,
         backend: str = "auto",
         multiplicity: Tensor | None = None,
         rows: int | None = None,
     ) -> Tensor:
-        """As `CoreAttention.forward`, for all rows."""
+        """As `CoreAttention.forward`, for all rows; full attention has no patch rotation."""
+        tables = [core_rotation] if patch_rotation is None else [core_rotation, patch_rotation]
         real, imaginary = (self._split(part(x), 2) for part in (self.real, self.imaginary))
         cos, sin = (
             torch.cat([table.expand(x.shape[0], -1, -1) for table in pair], dim=1).unsqueeze(1)
-            for pair in zip(core_rotation, patch_rotation, strict=True)
+            for pair in zip(*tables, strict=True)
         )
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         turned = torch.cat(
@@ -83,6 +84,8 @@ class ArrangedAttention(nn.Module):
         v = self._split(self.v(x), 1)
         bias = None if multiplicity is None else core_bias(multiplicity, num_cores).to(x.dtype)
         cores = _attend(q[:, :, :num_cores], k, v, bias)
+        if patch_rotation is None:
+            return cast(Tensor, self.out(cores.transpose(1, 2).flatten(2)))
         patches = _attend(q[:, :, num_cores:], k[:, :, :num_cores], v[:, :, :num_cores])
         if multiplicity is not None:
             patches = present(patches, multiplicity)
