@@ -28,6 +28,7 @@ DOCUMENTS = (
             "embedding",
             "export",
             "fine-tuning",
+            "large",
             "performance",
             "results",
         )
@@ -360,6 +361,89 @@ def _percent(share: str | float | None) -> str:
     return f"{100 * float(share):.1f} %" if share else ""
 
 
+def large_scaling(rows: Rows) -> str:
+    header = ["px a side", "patches", "precision", "processes x threads", "minutes",
+              "resident memory, GiB", "stored, GB"]  # fmt: skip
+    rows = sorted(rows, key=lambda r: (int(r["processes"]), int(r["size"])))
+    return table(
+        header,
+        [
+            [
+                f"{int(r['size']):,}",
+                f"{int(r['patches']):,}",
+                r["precision"],
+                f"{r['processes']} x {r['threads']}",
+                number(float(r["seconds"]) / 60),
+                f"{float(r['resident_gib']):.2f}",
+                f"{float(r['store_gb']):.2f}",
+            ]
+            for r in rows
+        ],
+    )
+
+
+def large_exactness(rows: Rows) -> str:
+    names = {
+        "one_process": "one process",
+        "two_processes": "two processes",
+        "one_from_float64": "from float64",
+        "plain_from_float64": "plain forward from float64",
+    }
+    header = ["picture", "px", *names.values()]
+    return table(
+        header,
+        [
+            [r["case"], f"{r['height']} x {r['width']}", *(f"{float(r[k]):.1e}" for k in names)]
+            for r in rows
+        ],
+    )
+
+
+def large_contexts(rows: Rows) -> str:
+    """mIoU, or its difference to that of the whole picture as context, with its interval."""
+    header = ["photos", "picture", "px", "image", "overview", "tile", "tile of 1,024 px",
+              "tile+overview"]  # fmt: skip
+    contexts = ["overview", "tile", "tile of 1024 px", "tile+overview"]
+    lines = []
+    for group in dict.fromkeys(r["group"] for r in rows):
+        found = {r["context"]: r for r in rows if r["group"] == group}
+        one = next(iter(found.values()))
+        if one["pictures"] in ("alone", "real"):
+            continue
+        differences = [
+            f"{float(r['minus_image']):+.1f} ({float(r['ci_low']):+.1f} to "
+            f"{float(r['ci_high']):+.1f})"
+            for r in (found[context] for context in contexts)
+        ]
+        name = f"{one['photos']} of {group.partition(',')[0]}"
+        lines.append([
+            name, one["pictures"], f"{int(one['size']):,}",
+            f"{float(found['image']['miou']):.1f}", *differences,
+        ])  # fmt: skip
+    return table(header, lines)
+
+
+def large_seams(rows: Rows) -> str:
+    header = ["context", "seams: mosaics", "enlarged", "real pictures", "real: same after a shift",
+              "CPU seconds a megapixel"]  # fmt: skip
+    lines = []
+    for context in ("image", "overview", "tile", "tile of 1024 px", "tile+overview"):
+        own = [r for r in rows if r["context"] == context]
+        cells = [
+            _mean([r["seams"] for r in own if r["pictures"] == kind])
+            for kind in ("mosaic", "enlarged", "real")
+        ]
+        shifted = _mean([r["shifted"] for r in own if r["pictures"] == "real"], 3)
+        seconds = _mean([r["cpu_s_a_megapixel"] for r in own if r["pictures"] == "mosaic"])
+        lines.append([context, *cells, shifted, seconds])
+    return table(header, lines)
+
+
+def _mean(cells: list[str], digits: int = 2) -> str:
+    numbers = [float(cell) for cell in cells if cell]
+    return f"{sum(numbers) / len(numbers):.{digits}f}" if numbers else ""
+
+
 TABLES: dict[str, Table] = {
     "model": ("model", model),
     "attention": ("attention", attention),
@@ -385,6 +469,10 @@ TABLES: dict[str, Table] = {
     "budgets": ("probes/shipped", scores.budgets),
     "few": ("probes/few", scores.few),
     "keep": ("probes/keep", scores.keep),
+    "large-scaling": ("large_scaling", large_scaling),
+    "large-exactness": ("large_exactness", large_exactness),
+    "large-contexts": ("large_contexts", large_contexts),
+    "large-seams": ("large_contexts", large_seams),
 }
 
 
