@@ -202,9 +202,18 @@ def cpu_precision(rows: Rows) -> str:
     )
 
 
+def _by_dial(row: Mapping[str, str]) -> tuple[float, ...]:
+    """`keep` first, then the dials that it is measured against, each turned down from the top."""
+    merged, share = float(row["keep"]) < 1, int(row["pixels"]) / int(row["size"])
+    return (not merged, share < 1 and row["cores"] != "64", share < 1,
+            -float(row["keep"]), -int(row["cores"]), -share)  # fmt: skip
+
+
 def elastic(rows: Rows) -> str:
     """A line a point: its time, and CLS / patches beside the full pass."""
+    rows = sorted(rows, key=_by_dial)
     sets = list(dict.fromkeys((r["weights"], r["size"]) for r in rows))
+    sets.sort(key=lambda one: (int(one[1]), one[0] != "tiny"))
     cells: dict[str, dict[tuple[str, str], str]] = {}
     for r in rows:
         share = int(r["pixels"]) / int(r["size"])
