@@ -182,22 +182,30 @@ def cpu(rows: Rows) -> str:
 def cpu_precision(rows: Rows) -> str:
     """A line for weights, size and threads: the plain model's time, and how much faster others."""
     others = [one for one in dict.fromkeys(r["contender"] for r in rows) if one != PLAIN]
-    header = ["weights", "pixels", "threads", "float32, ms", *others, "int8: CLS", "patches"]
-    groups: dict[tuple[str, str, str], dict[str, dict[str, str]]] = {}
+    header = ["weights", "pixels", "threads", "float32, ms", *others, "int8: of floor", "CLS",
+              "patches"]  # fmt: skip
+    groups: dict[tuple[str, int, str], dict[str, dict[str, str]]] = {}
     for r in rows:
-        groups.setdefault((r["weights"], r["size"], r["threads"]), {})[r["contender"]] = r
+        key = r["weights"].removeprefix("veca_").removesuffix("_patch16"), int(r["size"])
+        groups.setdefault((*key, r["threads"]), {})[r["contender"]] = r
+
+    def cell(at: dict[str, str], name: str, form: str) -> str:
+        return form.format(float(at[name])) if at[name] else ""
+
+    order = sorted(groups, key=lambda one: (one[0] != "tiny", one[1], one[2]))
     return table(
         header,
         [
             [
-                name.removeprefix("veca_").removesuffix("_patch16"),
-                size,
-                threads,
+                *(name, str(size), threads),
                 number(at[PLAIN]["ms"]),
-                *(f"{float(at[one]['times faster']):.2f}x" for one in others),
-                *(f"{float(at['int8'][of]):.4f}" for of in ("cls", "patches")),
+                *(cell(at[one], "times faster", "{:.2f}x") for one in others),
+                cell(at["int8"], "of floor", "{:.2f}"),
+                *(cell(at["int8"], of, "{:.4f}") for of in ("cls", "patches")),
             ]
-            for (name, size, threads), at in groups.items()
+            for name, size, threads in order
+            for at in [groups[name, size, threads]]
+            if at[PLAIN]["ms"]
         ],
     )
 

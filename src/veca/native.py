@@ -71,14 +71,16 @@ def compiled() -> Compiled:
     """The functions compiled for this machine; the first call here takes a second or two."""
     compiler = _compiler()
     if compiler is None:
-        return Compiled(None, f"no C++ compiler ({', '.join(_COMPILERS)}, or $CXX)")
+        return Compiled(
+            None, f"by torch, as there is no C++ compiler ({', '.join(_COMPILERS)}, or $CXX)"
+        )
     try:
         library = _library(compiler)
         return Compiled(Functions(ctypes.CDLL(str(library))), f"compiled by {Path(compiler).name}")
     except (OSError, OutputError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         lines = [line for line in said.splitlines() if line.strip()] or [type(error).__name__]
-        return Compiled(None, f"{Path(compiler).name} failed ({lines[0].strip()})")
+        return Compiled(None, f"by torch, as {Path(compiler).name} failed ({lines[0].strip()})")
 
 
 def _compiler() -> str | None:

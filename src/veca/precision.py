@@ -139,7 +139,8 @@ def described(model: Veca) -> str:
     rest = wide if has.bf16 else "float32"
     blocks = (cast(FastBlock, block) for block in model.blocks)
     fast = any(isinstance(block.steps, NativeSteps) for block in blocks)
-    steps = native.compiled().reason if fast else "not compiled"
+    found = native.compiled()
+    steps = found.reason if fast or found.functions is None else "by torch"
     how = has.int8 or "no instructions: slow"
     return f"int8 ({how}), what is left in {rest}, steps in between {steps}"
 
@@ -331,7 +332,7 @@ def _native(precision: str, compile: bool | None) -> native.Functions | None:
         return None
     found = native.compiled()
     if compile and found.functions is None:
-        raise InputError(f"int8 cannot be compiled here: {found.reason}; leave compile out.")
+        raise InputError(f"int8 runs {found.reason}; leave compile=True out.")
     return found.functions
 
 

@@ -73,6 +73,8 @@ def export_dense(network: DenseVit, path: Path, precision: str) -> None:
 class _AsVeca(nn.Module):
     """A dense network with the outputs of VECA, one core."""
 
+    quantization = None
+
     def __init__(self, network: DenseVit) -> None:
         super().__init__()
         self.network = network

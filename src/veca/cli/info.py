@@ -60,7 +60,7 @@ def info(
 def _overview(device: str) -> None:
     import torch
 
-    from veca import PRESETS, __version__, cost
+    from veca import PRESETS, __version__, cost, native, onnx_files
     from veca.attention import default_backend
     from veca.precision import expected
     from veca.weights import available
@@ -85,6 +85,9 @@ def _overview(device: str) -> None:
     console.print(f"Attention on {place}: {choice.backend} ({choice.reason})")
     precision, reason = expected(place)
     say(f"Precision auto on {place}: most likely {precision} ({reason})")
+    if place.type == "cpu":
+        by = "torch, or onnxruntime where its file is made" if onnx_files.installed() else "torch"
+        say(f"int8: steps between products {native.compiled().reason}; engine auto: {by}")
 
 
 def _costs(
