@@ -195,7 +195,7 @@ def test_a_cluster_that_does_not_start(monkeypatch):
     unconnected = Unconnected()
     unconnected.init = init
     with (
-        pytest.raises(InputError, match="this machine.*timed out during startup") as found,
+        pytest.raises(InputError, match=r"this machine.*timed out during startup") as found,
         contextlib.ExitStack() as stack,
     ):
         _connect(unconnected, None, stack)
