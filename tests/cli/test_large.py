@@ -105,11 +105,14 @@ def test_what_a_worker_of_a_cluster_does(weights, photo, tmp_path, capsys, monke
     monkeypatch.setattr("veca.large.collection.spread", spread)
     (tmp_path / "bad.png").write_text("no picture")
     words = ("--out", tmp_path / "many", "--weights", weights, "--device", "cpu")
+    words = (*words, "--precision", "bf16")
     assert run("large", photo, tmp_path / "bad.png", *words, "--engine", "ray") == 2
     assert "1 of 2 pictures" in capsys.readouterr().out
     store = tmp_path / "many" / "photo.zarr"
     assert run("large", photo, "--out", tmp_path / "alone.zarr", *words[2:]) == 0
     alone = large.FeatureStore(tmp_path / "alone.zarr")
+    assert alone.facts["precision"] == "bf16"
+    assert large.FeatureStore(store).facts["precision"] == "bf16"
     assert np.array_equal(large.FeatureStore(store).features[:], alone.features[:])
 
 

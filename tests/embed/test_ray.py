@@ -184,6 +184,24 @@ def test_a_cluster_that_is_gone(monkeypatch):
     assert not unconnected.asked
 
 
+def test_a_cluster_that_does_not_start(monkeypatch):
+    """Ray raises a bare exception on a busy machine."""
+    from veca.embed.cluster import _connect
+
+    def init(**options):
+        raise Exception("The current node timed out during startup.\nAnd more.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    unconnected = Unconnected()
+    unconnected.init = init
+    with (
+        pytest.raises(InputError, match=r"this machine.*timed out during startup") as found,
+        contextlib.ExitStack() as stack,
+    ):
+        _connect(unconnected, None, stack)
+    assert "\n" not in str(found.value)
+
+
 @pytest.mark.slow
 def test_a_cluster_without_room(cluster, embed, images, tmp_path):
     with pytest.raises(InputError, match="cuda"):

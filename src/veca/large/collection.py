@@ -18,6 +18,7 @@ from veca.embed.cluster import spread
 from veca.errors import AlreadyThereError, InputError, VecaError, check_choice
 from veca.large.job import LargeJob
 from veca.model import Veca, create_model
+from veca.precision import in_precision
 
 ENGINES = ("local", "ray")
 
@@ -66,6 +67,7 @@ def collect(
             "state": {name: tensor.cpu() for name, tensor in model.state_dict().items()},
             "config": model.config.to_dict(),
             "dtype": model.dtype,
+            "precision": model.precision,
             "job": job,
         }
         rows = spread(
@@ -101,7 +103,9 @@ class _Worker:
         torch.set_num_threads(given["cpus"])
         model = create_model(VecaConfig.from_dict(given["config"])).to(given["dtype"])
         model.load_state_dict(given["state"])
-        self._model = model.eval().to(given["device"])
+        model = model.eval().to(given["device"])
+        precise = given["precision"] == "fp32"
+        self._model = model if precise else in_precision(model, given["precision"])
         self._job: LargeJob = given["job"]
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
