@@ -16,7 +16,8 @@ moments of a busy machine; a second counts only while its process runs. The memo
 its workers is sampled on the way. Writes results/embed.csv and results/embed_memory.csv.
 
 With --photos: the whole command over photos of yours in each precision, in turns likewise, beside
-that of an older version whose tree is at --before (an unpacked archive of a commit). Writes
+that of an older version whose tree is at --before (an unpacked archive of a commit). Each has run
+once over two photos, so that what is built once for a machine is there. Writes
 results/embed_precision.csv.
 """
 
@@ -318,6 +319,9 @@ def precisions(options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "images").mkdir()
+        (folder / "first").mkdir()
+        for photo in found[:2]:
+            shutil.copyfile(photo, folder / "first" / photo.name)
         for number, photo in enumerate(found):
             shutil.copyfile(photo, folder / "images" / f"{number:06d}{photo.suffix}")
         weights = locate(options.weights)
@@ -329,6 +333,13 @@ def precisions(options: argparse.Namespace) -> list[Row]:
             words += ["--workers", str(options.threads), "--threads", str(options.threads)]
             words += [] if one == BEFORE else ["--precision", one]
             commands[one] = ["-c", COMMAND, *words]
+        firsts = {
+            one: [w.replace(str(folder / "images"), str(folder / "first")) for w in words]
+            for one, words in commands.items()
+        }
+        for contender in race(firsts, folder, paths):
+            contender.result()
+            shutil.rmtree(folder / contender.name)
         before = os.getloadavg()[0]
         contenders = race(commands, folder, paths)
     results = {contender.name: contender.result() for contender in contenders}

@@ -11,7 +11,7 @@ what is left with merged patches and with fewer cores, at sizes where merging pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from benchmarks.rows import RESULTS, Rows, read, table
@@ -272,6 +272,30 @@ def keep(rows: Rows) -> str:
             for (name, probe, size), at in lines.items()
         ],
     )
+
+
+def precision(rows: Rows) -> str:
+    """What a precision keeps of the scores of float32, one row a network and probe."""
+    lines: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, str]]] = {}
+    for r in rows:
+        lines.setdefault((r["backbone"], r["probe"]), {})[r["cores"], r["precision"]] = r
+    cells = []
+    for (name, probe), at in lines.items():
+        metric = DRAWN[probe][1]
+        plain, full, few = (at["64", "fp32"], at["64", "int8"], at["8", "int8"])
+        low, high = (100 * float(full[f"full_{end}"]) for end in ("low", "high"))
+        kept = f"{100 * float(full['retention_full']):.1f} % ({low:.1f}–{high:.1f})"
+        cells.append(
+            [
+                *(NAMES[name], DRAWN[probe][0]),
+                *(shown(probe, float(one[metric])) for one in (plain, full)),
+                kept,
+                shown(probe, float(few[metric])),
+                f"{100 * float(few[metric]) / float(full[metric]):.1f} %",
+            ]
+        )
+    header = ["", "probe", "fp32, 64 cores", "int8, 64 cores", "retention (95 % CI)"]
+    return table([*header, "int8, 8 cores", "of 64"], cells)
 
 
 def scores_in(rows: Rows) -> Scores:

@@ -329,6 +329,43 @@ def elastic_gpu(rows: Rows) -> str:
     )
 
 
+def embed_precision(rows: Rows) -> str:
+    """A line a precision: how fast, and the memory on the way."""
+    names = {"before": "0.1, float32"}
+    header = ["", "images/s", "times", "CPU ms an image", "memory, MiB, by quarter of the run"]
+    quarters = [f"memory quarter {number} MiB" for number in range(1, 5)]
+    return table(
+        header,
+        [
+            [
+                names.get(r["precision"], f"`--precision {r['precision']}`"),
+                number(r["images/s"]),
+                f"{float(r['ratio']):.2f}x",
+                number(r["CPU ms/image"]),
+                ", ".join(f"{float(r[quarter]):.0f}" for quarter in quarters),
+            ]
+            for r in rows
+        ],
+    )
+
+
+def export_precision(rows: Rows) -> str:
+    """A line a file."""
+    header = ["weights", "pixels", "file", "MB", "ms", "of fp32", "of plain int8", "CLS", "patches"]
+    return table(
+        header,
+        [
+            [
+                *(r[name] for name in ("weights", "pixels", "file", "MB")),
+                number(r["ms"]),
+                *(f"{float(r[f'share of {of}']):.2f}x" for of in ("fp32", "plain int8")),
+                *(f"{float(r[f'least {of}']):.4f}" for of in ("CLS", "patches")),
+            ]
+            for r in rows
+        ],
+    )
+
+
 def embed(rows: Rows) -> str:
     (row,) = rows
     contenders = {
@@ -476,7 +513,9 @@ TABLES: dict[str, Table] = {
     "calibrated-cores": ("calibration", calibrated_cores),
     "auto": ("auto", auto),
     "embed": ("embed", embed),
+    "embed-precision": ("embed_precision", embed_precision),
     "export-speed": ("export_speed", export_speed),
+    "export-precision": ("export_precision", export_precision),
     "finetune": ("finetune", finetune),
     "weights": ("probes/shipped", scores.weights),
     "dials": ("cpu", scores.dials),
@@ -490,6 +529,7 @@ TABLES: dict[str, Table] = {
     "large-exactness": ("large_exactness", large_exactness),
     "large-contexts": ("large_contexts", large_contexts),
     "large-seams": ("large_contexts", large_seams),
+    "precision": ("probes/precision", scores.precision),
 }
 
 

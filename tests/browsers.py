@@ -52,15 +52,22 @@ def needed(**libraries: str) -> list[pytest.MarkDecorator]:
 
 
 @contextlib.contextmanager
-def chromium(arguments: Sequence[str] = ARGUMENTS) -> Iterator[Any]:
+def chromium() -> Iterator[Any]:
     from playwright.sync_api import sync_playwright
 
-    plain = arguments is ARGUMENTS
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=list(arguments),
-            ignore_default_args=None if plain else ["--headless", "--headless=old"],
-        )
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
         yield browser
         browser.close()
+
+
+@contextlib.contextmanager
+def another(browser: Any, arguments: Sequence[str]) -> Iterator[Any]:
+    """One with other arguments, while `browser` is open: playwright starts once in a thread."""
+    found = browser.browser_type.launch(
+        executable_path=CHROMIUM,
+        args=list(arguments),
+        ignore_default_args=["--headless", "--headless=old"],
+    )
+    yield found
+    found.close()

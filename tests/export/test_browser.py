@@ -229,16 +229,15 @@ def test_a_phone(visit, scheme):
 
 
 @pytest.fixture
-def visit_with_gpu(address):
+def visit_with_gpu(browser, address):
     """A visitor whose browser has WebGPU, computed by the processor."""
-    with browsers.chromium(browsers.WEBGPU) as browser:
-        opened = []
+    with browsers.another(browser, browsers.WEBGPU) as with_gpu:
 
         def visit(**options):
-            opened.append(Visitor(browser, address, **options))
-            if opened[-1].page.locator("#run-on").is_hidden():
+            visitor = Visitor(with_gpu, address, **options)
+            if visitor.page.locator("#run-on").is_hidden():
                 pytest.skip("this Chromium has no WebGPU in software")
-            return opened[-1]
+            return visitor
 
         yield visit
 
