@@ -16,7 +16,7 @@ from veca import onnx_files
 from veca._util.extras import require
 from veca.dense import DenseVit
 from veca.errors import ExportError, InputError
-from veca.export.api import _facts
+from veca.export.api import file_facts
 from veca.export.arranged import arrange
 from veca.export.graph import frozen_copy, trace
 from veca.export.onnx_file import OnnxRunner, write
@@ -59,7 +59,7 @@ def export_dense(network: DenseVit, path: Path, precision: str) -> None:
     """The yardstick as an ONNX file for any size, as the export has it for VECA."""
     onnx_files.require_onnxruntime(precision)
     model: Any = _AsVeca(network)
-    facts = _facts(model, "onnx", 1, 1.0, None, precision, "")
+    facts = file_facts(model, "onnx", 1, 1.0, None, precision, "", widen=False)
     arranged = arrange(frozen_copy(model, torch.float32))
     write(trace(arranged, 1, None), path, facts)
     images = torch.randn(1, network.config.in_channels, *[4 * network.config.patch_size] * 2)

@@ -143,7 +143,7 @@ def export_model(
     tensors = weights_hash(model)
     written = []
     for one, budget in itertools.product(precisions, budgets):
-        facts = _facts(model, to, budget, share, size, one, tensors, widen)
+        facts = file_facts(model, to, budget, share, size, one, tensors, widen)
         path = folder / f"{_stem(name, budget, share, size, one)}{FORMATS[to]}"
         with files.temporary_beside(path) as temporary:
             say(f"tracing {path.name}")
@@ -295,7 +295,7 @@ def _stem(
     return "_".join(parts)
 
 
-def _facts(
+def file_facts(
     model: Veca,
     to: str,
     budget: int | str,
