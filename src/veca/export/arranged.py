@@ -83,9 +83,9 @@ class ArrangedAttention(nn.Module):
         q, k = turned[:, : self.heads], turned[:, self.heads :]
         v = self._split(self.v(x), 1)
         bias = None if multiplicity is None else core_bias(multiplicity, num_cores).to(x.dtype)
-        cores = _attend(q[:, :, :num_cores], k, v, bias)
         if patch_rotation is None:
-            return cast(Tensor, self.out(cores.transpose(1, 2).flatten(2)))
+            return cast(Tensor, self.out(_attend(q, k, v, bias).transpose(1, 2).flatten(2)))
+        cores = _attend(q[:, :, :num_cores], k, v, bias)
         patches = _attend(q[:, :, num_cores:], k[:, :, :num_cores], v[:, :, :num_cores])
         if multiplicity is not None:
             patches = present(patches, multiplicity)
