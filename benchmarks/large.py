@@ -404,7 +404,7 @@ def _begun(command: list[str]) -> _Begun:
 def _command(picture: Path, out: Path, memory: str, *more: str) -> list[str]:
     return [
         sys.executable, "-m", "veca", "large", str(picture), "--out", str(out), "--memory", memory,
-        "--spill", "disk", "--device", "cpu", *more,
+        "--context", "image", "--spill", "disk", "--device", "cpu", *more,
     ]  # fmt: skip
 
 

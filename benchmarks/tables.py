@@ -478,18 +478,22 @@ def large_contexts(rows: Rows) -> str:
 
 
 def large_seams(rows: Rows) -> str:
-    header = ["context", "seams: mosaics", "enlarged", "real pictures", "real: same after a shift",
-              "CPU seconds a megapixel"]  # fmt: skip
+    """Of the kinds of pictures that are in the file."""
+    kinds = {"mosaic": "mosaics", "enlarged": "enlarged photos", "real": "real pictures"}
+    there = [kind for kind in kinds if any(r["pictures"] == kind for r in rows)]
+    shifts = any(r["shifted"] for r in rows)
+    header = [
+        "context",
+        *(f"seams: {kinds[kind]}" for kind in there),
+        *(["real: cosine after a shift"] if shifts else []),
+        "CPU seconds a megapixel",
+    ]
     lines = []
     for context in ("image", "overview", "tile", "tile of 1024 px", "tile+overview"):
-        own = [r for r in rows if r["context"] == context]
-        cells = [
-            _mean([r["seams"] for r in own if r["pictures"] == kind])
-            for kind in ("mosaic", "enlarged", "real")
-        ]
-        shifted = _mean([r["shifted"] for r in own if r["pictures"] == "real"], 3)
-        seconds = _mean([r["cpu_s_a_megapixel"] for r in own if r["pictures"] == "mosaic"])
-        lines.append([context, *cells, shifted, seconds])
+        own = [r for r in rows if r["context"] == context and r["pictures"] != "alone"]
+        cells = [_mean([r["seams"] for r in own if r["pictures"] == kind]) for kind in there]
+        shifted = [_mean([r["shifted"] for r in own], 3)] if shifts else []
+        lines.append([context, *cells, *shifted, _mean([r["cpu_s_a_megapixel"] for r in own])])
     return table(header, lines)
 
 

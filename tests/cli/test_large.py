@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from PIL import Image
 
 from veca import large, save
+from veca.cli.large import large as command
 from veca.cli.main import main
 
 pytest.importorskip("zarr", reason="needs the extra large")
@@ -33,7 +35,8 @@ def run(*words):
 
 def test_from_a_picture_to_regions(tiny, weights, photo, tmp_path, capsys):
     out, common = tmp_path / "f.zarr", ("--weights", weights, "--device", "cpu")
-    assert run("large", photo, "--out", out, "--cores", 5, *common) == 0
+    asked = ("large", photo, "--out", out, "--context", "image", *common)
+    assert run(*asked, "--cores", 5) == 0
     said = capsys.readouterr().out
     assert "150 x 212 pixels" in said and "10 x 14 patches" in said and "140 patches" in said
     store = large.FeatureStore(out)
@@ -46,16 +49,23 @@ def test_from_a_picture_to_regions(tiny, weights, photo, tmp_path, capsys):
     a, b = (np.load(tmp_path / f"{name}.npy") for name in "ab")
     assert a.shape == (2, 3, tiny.config.width)
     assert np.abs(a.astype(float) - b).max() < 2e-3
-    assert run("large", photo, "--out", out, "--cores", 5, *common) == 0  # again
+    assert run(*asked, "--cores", 5) == 0  # again
     assert "already" in capsys.readouterr().out
-    assert run("large", photo, "--out", out, "--cores", 4, *common) == 2
+    assert run(*asked, "--cores", 4) == 2
     assert "other cores" in capsys.readouterr().err
-    assert run("large", photo, "--out", out, "--cores", 4, "--overwrite", *common) == 0
+    assert run(*asked, "--cores", 4, "--overwrite") == 0
+
+
+def test_the_default_context_is_that_of_the_measurement():
+    default = inspect.signature(command).parameters["context"].default
+    assert default == large.sweep.COMMON_CONTEXT == large.LargeJob.context
 
 
 def test_the_memory_alone(tiny, weights, photo, tmp_path, capsys):
     out, common = tmp_path / "m.zarr", ("--weights", weights, "--device", "cpu")
-    assert run("large", photo, "--out", out, "--no-features", *common) == 0
+    assert run("large", photo, "--out", out, "--no-features", *common) == 2
+    assert "core memory" in capsys.readouterr().err and not out.exists()
+    assert run("large", photo, "--out", out, "--no-features", "--context", "image", *common) == 0
     assert run("read", out, "--region", "0,0,20,20", "--out", tmp_path / "r.npy", *common) == 0
     assert "core memory" in capsys.readouterr().out
     photo.rename(tmp_path / "moved.png")
@@ -87,7 +97,7 @@ def test_several_pictures_on_a_cluster(tiny, weights, photo, tmp_path, capsys):
     assert run("large", *pictures, *words) == 2
     assert "bad.png" in capsys.readouterr().out
     found = large.FeatureStore(tmp_path / "many" / "photo.zarr").features[:]
-    wanted = large.features(tiny, photo, width="native").features
+    wanted = large.features(tiny, photo, width="native", context="tile").features
     assert np.abs(found - wanted).max() < 2e-3
 
 
@@ -128,7 +138,7 @@ def test_what_a_worker_of_a_cluster_does(weights, photo, tmp_path, capsys, monke
         (["--mask", "EMPTY"], "no patch"),
         (["--memory", "50kB"], "needs"),
         (["--context", "sea"], "image"),
-        (["--keep", "0.5"], "keep"),
+        (["--keep", "0.5", "--context", "image"], "keep"),
         (["--keep", "auto"], "share"),
         (["--range", "9"], "LOW,HIGH"),
         (["--pool", "4"], ".h5"),

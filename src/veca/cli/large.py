@@ -59,8 +59,12 @@ def large(
         ),
     ] = None,
     context: Annotated[
-        str, typer.Option(help="What a patch sees: image (exact), tile, overview or tile+overview.")
-    ] = "image",
+        str,
+        typer.Option(
+            help="What a patch sees: tile, tile+overview, overview, or image: the whole picture, "
+            "as one forward has it, from whose core memory `veca read` computes regions."
+        ),
+    ] = "tile",
     cores: Annotated[
         int | None, typer.Option(min=1, help="The budget.", show_default="all the model has")
     ] = None,

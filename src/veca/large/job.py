@@ -15,7 +15,7 @@ from veca.large.masks import mask_of
 from veca.large.picture import patch_grid
 from veca.large.plan import Estimate, Mask
 from veca.large.sources import open_source
-from veca.large.sweep import LargeOutput, estimate, features
+from veca.large.sweep import COMMON_CONTEXT, LargeOutput, estimate, features
 from veca.large.view import PictureLook, PictureView
 from veca.large.work import Progress
 from veca.large.writers import TileWriter, as_writer
@@ -32,7 +32,7 @@ class LargeJob:
     out: Path
     look: PictureLook
     mask: str | None = None
-    context: str = "image"
+    context: str = COMMON_CONTEXT
     cores: int | None = None
     keep: float | None = None
     width: str = "native"
@@ -88,6 +88,11 @@ class LargeJob:
         progress: Progress | None = None,
     ) -> LargeOutput:
         """Compute and write the features."""
+        if not self.keep_features and self.context in ("tile", "tile+overview"):
+            raise LargeError(
+                f"context={self.context!r} leaves no core memory of the whole picture, so nothing "
+                "would be kept; keep the features, or choose the context image or overview."
+            )
         writer = self._writer()
         return features(
             model,

@@ -38,6 +38,9 @@ from veca.precision import recorded
 
 CONTEXTS = ("image", "tile", "overview", "tile+overview")
 """What a patch sees beside its own pixels."""
+COMMON_CONTEXT = "tile"
+"""What the command takes, by measurement: what learnt from photos stays good on pictures of many
+scenes. From Python the default is "image", the plain forward."""
 WIDTHS = ("native", "projected")
 _SIDE, _HALO = 24, 4
 """Patches a side of a tile that is a picture of its own, and those that its window adds around."""
