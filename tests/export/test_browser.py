@@ -79,7 +79,9 @@ class Visitor:
         viewport = {"width": width, "height": height}
         self.context = browser.new_context(viewport=viewport, **options)
         for path, content in (instead or {}).items():
-            self.context.route(f"**/{path}", lambda route, body=content: route.fulfill(body=body))
+            self.context.route(
+                f"**/{path}", lambda route, _, body=content: route.fulfill(body=body)
+            )
         self.page = self.context.new_page()
         self.page.set_default_timeout(PATIENCE)
         self.requests: list[str] = []
