@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections.abc import Iterator
 
@@ -190,6 +192,19 @@ def test_compiled_steps_are_their_definitions() -> None:
     wanted = scores.float().softmax(dim=-1).bfloat16()
     call("softmax_bf16", scores, 5, 23)
     torch.testing.assert_close(scores, wanted, rtol=2**-7, atol=1e-30)
+
+
+@needs_compiler
+def test_compiled_it_can_be_copied_and_sent(model: Veca, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every module can, such as to the workers of a cluster."""
+    fast = at_precision(model, "int8", compile=True)
+    wanted = fast(IMAGES).patches
+    sent = pickle.dumps(fast)
+    for other in (copy.deepcopy(fast), pickle.loads(sent)):
+        assert torch.equal(other(IMAGES).patches, wanted)
+    monkeypatch.setattr(native, "compiled", lambda: native.Compiled(None, "no C++ compiler"))
+    with pytest.raises(MissingExtraError, match=r"no C\+\+ compiler.*compile=False"):
+        pickle.loads(sent)
 
 
 def test_without_a_compiler_it_is_torch(model: Veca, monkeypatch: pytest.MonkeyPatch) -> None:

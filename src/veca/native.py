@@ -22,7 +22,7 @@ from torch import Tensor
 
 from veca._util.cache import cache_folder, mark_used
 from veca._util.files import commit, temporary_beside
-from veca.errors import OutputError
+from veca.errors import MissingExtraError, OutputError
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -65,6 +65,12 @@ class Functions:
         given = [a.data_ptr() if isinstance(a, Tensor) else a for a in arguments]
         self._calls[name](*given, torch.get_num_threads())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Functions:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return _functions, ()  # another machine compiles its own
+
 
 @functools.cache
 def compiled() -> Compiled:
@@ -81,6 +87,16 @@ def compiled() -> Compiled:
         said = getattr(error, "stderr", None) or str(error)
         lines = [line for line in said.splitlines() if line.strip()] or [type(error).__name__]
         return Compiled(None, f"by torch, as {Path(compiler).name} failed ({lines[0].strip()})")
+
+
+def _functions() -> Functions:
+    functions, reason = compiled()
+    if functions is None:
+        raise MissingExtraError(
+            f"this model's int8 steps were compiled, and here they cannot be: {reason}. Load the "
+            "model here, or make it with at_precision(model, 'int8', compile=False)."
+        )
+    return functions
 
 
 def _compiler() -> str | None:

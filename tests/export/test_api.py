@@ -20,6 +20,7 @@ from veca.export.api import _check
 from veca.export.graph import OUTPUTS, frozen_copy
 from veca.export.precision import GATES, check_gate, check_precisions
 from veca.images.bundled import bundled_photos
+from veca.precision import at_precision
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,12 @@ from veca.images.bundled import bundled_photos
 def test_bad_requests_are_refused_before_any_work(tiny, tmp_path, options, noun):
     with pytest.raises(InputError, match=noun):
         export_model(tiny, tmp_path / "out", **{"to": "torch-export", **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_in_low_precision_is_refused(tiny, tmp_path):
+    with pytest.raises(InputError, match=r"int8.*float32 model"):
+        export_model(at_precision(tiny, "int8", compile=False), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

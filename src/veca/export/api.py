@@ -252,6 +252,11 @@ def _check(
 ) -> list[int | str]:
     """Refuse what cannot be exported, before any work; return the budgets, each once."""
     check_choice("export format", to, FORMATS)
+    if model.precision != "fp32":
+        raise InputError(
+            f"this model computes in {model.precision}, which no file can take over; export the "
+            f"float32 model, with precision={model.precision!r} for such a file."
+        )
     if "int8" in precisions and to != "onnx":
         raise InputError(f"int8 files are ONNX; for {to!r} take fp16 or bf16, or to='onnx'.")
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
