@@ -18,7 +18,7 @@ ALL = "all"
 def cache(
     clear: Annotated[
         str | None,
-        typer.Option(help="Remove a part: probe, images, index, or all.", show_default=False),
+        typer.Option(help="Remove a part by its name in the table, or all.", show_default=False),
     ] = None,
     shrink: Annotated[
         str | None,

@@ -77,7 +77,7 @@ class FeatureStore:
         rows, columns = self.shape
         if min(x, y) < 0 or min(width, height) < 1 or x + width > columns or y + height > rows:
             raise LargeError(
-                f"the region x={x}, y={y}, {width} wide and {height} high reaches outside the "
+                f"the region x={x}, y={y}, {width} wide and {height} high is empty or outside the "
                 f"picture, which is {columns} wide and {rows} high."
             )
         size = self.patch_size

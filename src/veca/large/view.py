@@ -188,7 +188,7 @@ class PictureView:
         x, y, width, height = self.look.region
         if min(x, y) < 0 or min(width, height) < 1 or x + width > whole[1] or y + height > whole[0]:
             raise LargeError(
-                f"the region x={x}, y={y}, {width} wide and {height} high reaches outside the "
+                f"the region x={x}, y={y}, {width} wide and {height} high is empty or outside the "
                 f"picture, which is {whole[1]} wide and {whole[0]} high at this level."
             )
         return (y, x), (height, width)
