@@ -47,6 +47,7 @@ from veca.rope import Rotation
 ATTENTION_KINDS = ("softmax", "norm")
 Found = TypeVar("Found")
 _ROWS = 16
+"""`read` fills patches up to a multiple, so that its products round each as in any region."""
 CPU_ROWS = 512
 """Tokens that a CPU takes through the feed-forward at a time when it needs no gradients."""
 

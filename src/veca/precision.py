@@ -321,7 +321,7 @@ def hint(model: Veca) -> str | None:
         return None
     later = ", after the seconds that int8 takes to prepare" if has.int8 else ""
     return (
-        f"computing in fp32; {' or '.join(faster)} would be about 2 to 3 times faster on this "
+        f"computing in fp32; {' or '.join(faster)} would be about 2 to 5 times faster on this "
         f"processor{later}, and features differ a little."
     )
 
@@ -722,17 +722,8 @@ class NativeSteps:
             call("add_norm", *given, *norm, rows, width, to, whole, scale)
             sums = torch._int_mm(whole, self.up.weight)
             hidden, step = _whole(rows, sums.shape[1] // 2)
-            call(
-                "gate",
-                sums,
-                self.up.scale,
-                self.up.bias,
-                scale,
-                rows,
-                hidden.shape[1],
-                hidden,
-                step,
-            )
+            both = (sums, self.up.scale, self.up.bias, scale)
+            call("gate", *both, rows, hidden.shape[1], hidden, step)
             sums = torch._int_mm(hidden, self.down.weight)
             call("add", sums, self.down.scale, self.down.bias, step, rows, width, to)
         return after
