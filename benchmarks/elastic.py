@@ -53,8 +53,8 @@ SMALLER = (3 / 4, 1 / 2)
 BOTH = ((7 / 8, 16), (3 / 4, 16))
 """Shares of the size, with so many cores."""
 PLAIN = "plain walk"
-GPU_SHAPES = ((1, 512), (8, 512), (1, 1024), (8, 1024))
-GPU_KEEPS = (1.0, 0.5, 0.35)
+GPU_SHAPES = ((8, 1024), (8, 512), (1, 1024), (1, 512))
+GPU_KEEPS = (1.0, 0.5, 0.33)
 
 Features = tuple[Tensor, Tensor]
 """CLS [B, D] and patches [B, D, h, w]."""

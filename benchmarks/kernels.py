@@ -190,7 +190,7 @@ def attend(
     launching.launch_backward(*saved, *tail, tables is not None, counts, splits=splits)  # type: ignore[misc, call-arg]
 
 
-def attend_all(everything: bool) -> None:
+def attend_all(everything: bool, arch: int) -> None:
     """Every launch of attention that dispatch can choose."""
     halves = (torch.bfloat16, torch.float16) if everything else (torch.bfloat16,)
     for dtype, width, weighted in itertools.product(
@@ -200,6 +200,9 @@ def attend_all(everything: bool) -> None:
         for tables in kinds[:2]:
             attend(dtype, width, tables, 50, 1000, 1, weighted)
         attend(dtype, width, torch.float32, 100, 1000, 2, weighted)
+        if arch == 90 and dtype in halves:  # there, launches go by the cores and patches, too
+            for tables, cores, patches in itertools.product(kinds, (8, 64), (1000, 1024)):
+                attend(dtype, width, tables, cores, patches, 1, weighted)
         if not everything:
             continue
         for tables, cores, patches, splits in itertools.product(
@@ -230,7 +233,7 @@ def jobs(everything: bool = False) -> dict[str, Job]:
             launching._kernels = functools.partial(_value, attention)
             convolutions._kernels = functools.partial(_value, convolution)
             launching._capability = functools.partial(_capability, arch)  # type: ignore[assignment]
-            attend_all(everything)
+            attend_all(everything, arch)
             convolve_all(everything)
     finally:
         launching._kernels, launching._capability, convolutions._kernels = honest

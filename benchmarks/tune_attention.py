@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,12 +32,30 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.common import write_csv
 from benchmarks.rows import ROOT
 from veca.attention import launch as launching
-from veca.attention.knobs import HOPPER, Launch, choose_splits
+from veca.attention.knobs import Launch, choose_splits, resident, tiled
 from veca.attention.launch import launch_backward, launch_forward
 
-SHAPES = ((1, 4096), (1, 16384), (32, 256), (32, 1024), (8, 4096))  # batch, patches
+SHAPES = ((1, 4096), (32, 256), (32, 1024), (8, 4096), (32, 196), (8, 4000))
+"""Batch and patches; the last two fill no tile evenly, as after merging."""
 HEADS, WIDTH = 12, 64
-TABLES = {"plain": None, "fp32 tables": torch.float32, "bf16 tables": torch.bfloat16}
+
+
+class Mode(NamedTuple):
+    """What is given beside q, k and v."""
+
+    tables: torch.dtype | None
+    dtype: torch.dtype = torch.bfloat16
+    counted: bool = False
+    """With multiplicity."""
+
+
+MODES = {
+    "plain": Mode(None),
+    "fp32 tables": Mode(torch.float32),
+    "bf16 tables": Mode(torch.bfloat16),
+    "bf16 tables, counted": Mode(torch.bfloat16, counted=True),
+    "float32": Mode(torch.float32, torch.float32),
+}
 
 COLUMNS = ["pass", "batch", "patches", "cores", "tables", "launch", "splits", "ms", "share"]
 
@@ -45,32 +63,37 @@ GRID = {
     "forward": [
         Launch(64, 4, 3, 4, 128),
         Launch(64, 4, 2, 4, 128),
-        Launch(64, 4, 1, 4, 128),
-        Launch(64, 4, 1, 3, 168),
         Launch(64, 4, 3, 3, 168),
-        Launch(64, 4, 4, 3, 168),
-        Launch(64, 4, 1, 5, 96),
-        Launch(128, 4, 1, 2),
-        Launch(128, 4, 2, 2),
-        Launch(128, 8, 1, 2, 128),
-        Launch(64, 4, 1, 3, 168, fused=True),
+        Launch(64, 4, 2, 3, 168),
+        Launch(64, 4, 1, 3, 168),
+        Launch(64, 4, 3, 2),
+        Launch(64, 4, 3, 3),
+        Launch(64, 4, 2, 2),
+        Launch(64, 8, 2, 2, 128),
+        Launch(128, 8, 2, 1),
+        Launch(32, 4, 3, 3, 168),
+        Launch(32, 4, 2, 4, 128),
         Launch(64, 4, 2, 3, 168, fused=True),
-        Launch(64, 4, 3, 2, fused=True),
     ],
     "backward": [
         Launch(64, 4, 3, 2),
         Launch(64, 4, 2, 2),
         Launch(64, 4, 1, 2),
-        Launch(64, 4, 3, 3, 168),
-        Launch(64, 4, 2, 3, 168),
-        Launch(64, 4, 1, 3, 168),
-        Launch(64, 8, 1, 2, 128),
-        Launch(64, 8, 2, 2, 128),
-        Launch(128, 8, 1, 1),
+        Launch(64, 8, 2, 1),
+        Launch(64, 8, 1, 1),
+        Launch(32, 4, 3, 2),
+        Launch(32, 4, 2, 2),
         Launch(64, 4, 1, 2, fused=True),
-        Launch(64, 4, 2, 1, fused=True),
     ],
 }
+TILED_GRID = [
+    Launch(32, 8, 1, 1),
+    Launch(32, 8, 1, 2),
+    Launch(16, 4, 1, 2),
+    Launch(16, 4, 1, 4),
+    Launch(32, 4, 1, 2),
+]
+"""Where the cores do not stay on the chip: float32."""
 
 
 def describe(launch: Launch) -> str:
@@ -88,6 +111,7 @@ class Case:
     def __init__(
         self, batch: int, patches: int, cores: int, tables: torch.dtype | None,
         heads: int = HEADS, width: int = WIDTH, dtype: torch.dtype = torch.bfloat16,
+        counted: bool = False,
     ) -> None:  # fmt: skip
         tokens = cores + patches
         packed = torch.randn(batch, tokens, 3, heads, width, device="cuda", dtype=dtype)
@@ -102,14 +126,18 @@ class Case:
             self.tables = [part.to(tables) for part in parts]
         self.cores, self.scale = cores, width**-0.5
         self.out, self.lse = self.q, self.q
+        # As after merging: some tokens stand for four patches.
+        some = torch.rand(batch, patches, device="cuda") < 0.3
+        self.counts = torch.where(some, 4.0, 1.0) if counted else None
 
     def forward(self, **overrides: Any) -> tuple[Tensor, ...]:
-        tail = (*self.tables, self.cores, self.scale)
+        tail = (*self.tables, self.cores, self.scale, self.counts)
         return launch_forward(self.q, self.k, self.v, *tail, **overrides)
 
     def backward(self, **overrides: Any) -> tuple[Tensor, ...]:
         saved = (self.grad, self.q, self.k, self.v, self.out, self.lse)
-        tail = (*self.tables, self.cores, self.scale, self.tables[0] is not None)
+        tables = self.tables[0] is not None
+        tail = (*self.tables, self.cores, self.scale, tables, self.counts)
         return launch_backward(*saved, *tail, **overrides)
 
     def prepare(self) -> Case:
@@ -222,17 +250,21 @@ def copy_bandwidth() -> float:
     return 2 * (1 << 29) / seconds
 
 
-def cases(batch: int, patches: int, cores: int, tables: torch.dtype | None) -> list[Case]:
+def case(batch: int, patches: int, cores: int, mode: Mode) -> Case:
+    made = Case(batch, patches, cores, mode.tables, dtype=mode.dtype, counted=mode.counted)
+    return made.prepare()
+
+
+def cases(batch: int, patches: int, cores: int, mode: Mode) -> list[Case]:
     """Enough input sets to overflow the L2 cache several times."""
-    size = 4 * batch * (patches + cores) * HEADS * WIDTH * 2
-    count = max(2, min(8, -(-300_000_000 // size)))
-    return [Case(batch, patches, cores, tables).prepare() for _ in range(count)]
+    count = max(2, min(8, -(-300_000_000 // bytes_moved("forward", batch, patches, cores, mode))))
+    return [case(batch, patches, cores, mode) for _ in range(count)]
 
 
-def bytes_moved(kind: str, batch: int, patches: int, cores: int) -> int:
+def bytes_moved(kind: str, batch: int, patches: int, cores: int, mode: Mode) -> int:
     """forward: q, k, v in, out out. backward: q, k, v, dO in, dq, dk, dv out."""
     tensors = 4 if kind == "forward" else 7
-    return tensors * batch * (patches + cores) * HEADS * WIDTH * 2
+    return tensors * batch * (patches + cores) * HEADS * WIDTH * mode.dtype.itemsize
 
 
 def try_time(calls: list[Callable[[], Any]]) -> float | None:
@@ -277,9 +309,14 @@ def tune(
 ) -> str:
     """Time every candidate; returns a line that sets the best beside what the tables pick."""
     batch, patches = shape
-    tables = TABLES[mode]
-    sets = cases(batch, patches, cores, tables)
-    size = bytes_moved(kind, batch, patches, cores)
+    given = MODES[mode]
+    sets = cases(batch, patches, cores, given)
+    size = bytes_moved(kind, batch, patches, cores, given)
+    table = given.tables.itemsize if given.tables else 0
+    shape_of = {"cores": cores, "patches": patches}
+    used = resident(kind, given.dtype.itemsize, WIDTH, table, (9, 0), **shape_of) or tiled(
+        given.dtype.itemsize, WIDTH, (9, 0)
+    )
     results: list[tuple[float, Launch, int | None]] = []
 
     def measure(launch: Launch, splits: int | None) -> None:
@@ -288,7 +325,7 @@ def tune(
         if seconds is not None:
             results.append((seconds, launch, splits))
 
-    for launch in candidates(kind, cores):
+    for launch in candidates(kind, cores, given):
         measure(launch, None)
     for _, launch, _ in sorted(results, key=lambda result: result[0])[:2]:
         roles = 1 if launch.fused else 2
@@ -306,7 +343,7 @@ def tune(
             [kind, batch, patches, cores, mode, describe(launch), splits or "auto",
              f"{seconds * 1e3:.4f}", f"{share:.3f}"]
         )  # fmt: skip
-        in_use = launch in HOPPER[kind, 2, WIDTH, tables.itemsize if tables else 0]
+        in_use = launch == used
         if place < 3 or in_use:
             note = "" if splits is None else f" splits={splits}"
             mine = in_use and splits is None
@@ -321,15 +358,17 @@ def tune(
          f"{size / shipped / bandwidth:.3f}"]
     )  # fmt: skip
     return (
-        f"{kind:8} {batch:2}x{patches:<5} C={cores:<2} {mode:11} shipped {shipped * 1e3:.4f} ms "
+        f"{kind:8} {batch:2}x{patches:<5} C={cores:<2} {mode:20} shipped {shipped * 1e3:.4f} ms "
         f"{size / shipped / bandwidth:.2f}, best {seconds * 1e3:.4f} ms "
         f"{size / seconds / bandwidth:.2f} {describe(launch)} splits={splits or 'auto'}"
     )
 
 
-def candidates(kind: str, cores: int) -> list[Launch]:
+def candidates(kind: str, cores: int, mode: Mode) -> list[Launch]:
+    if mode.dtype == torch.float32:
+        return TILED_GRID
     # Few cores take few registers: there only the launches that could differ.
-    return GRID[kind] if cores > 16 else GRID[kind][:4] + GRID[kind][-3:-2]
+    return GRID[kind] if cores > 16 else GRID[kind][:3] + GRID[kind][-3:-1]
 
 
 # -- compiling beforehand -------------------------------------------------------------------------
@@ -338,8 +377,8 @@ def candidates(kind: str, cores: int) -> list[Launch]:
 def work(parts: list[str], all_cores: list[int]) -> Iterator[tuple[str, Launch, int, str]]:
     for kind in sorted(set(parts) & set(GRID)):
         for cores in all_cores:
-            for mode in TABLES:
-                for launch in candidates(kind, cores):
+            for mode in MODES:
+                for launch in candidates(kind, cores, MODES[mode]):
                     yield kind, launch, cores, mode
 
 
@@ -364,8 +403,8 @@ def compile_check(make: Callable[[], Case]) -> None:
 
 
 def compile_one(kind: str, launch: Launch, cores: int, mode: str, splits: int) -> None:
-    case = Case(2, 256, cores, TABLES[mode]).prepare()
-    getattr(case, kind)(launch=launch, splits=splits)
+    for patches in (256, 250):
+        getattr(case(2, patches, cores, MODES[mode]), kind)(launch=launch, splits=splits)
 
 
 def compile_all(parts: list[str], all_cores: list[int], workers: int) -> None:
@@ -413,14 +452,14 @@ def run(options: argparse.Namespace) -> None:
     summary: list[str] = []
     for kind in kinds:
         for cores in all_cores:
-            for mode in TABLES:
+            for mode in MODES:
                 print(f"{kind}, {cores} cores, {mode}")
                 for shape in SHAPES:
                     summary.append(tune(kind, shape, cores, mode, bandwidth, rows))
     if "rivals" in parts:
         for batch, patches in SHAPES:
             cores = all_cores[0]
-            sets = cases(batch, patches, cores, None)[:3]
+            sets = cases(batch, patches, cores, MODES["plain"])[:3]
             print(f"rivals, {batch}x{patches} C={cores}")
             for name, calls in rival_calls(sets).items():
                 seconds = try_time(calls)

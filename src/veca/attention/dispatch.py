@@ -113,8 +113,7 @@ def _choose(
     # Torch's own kernels do full attention, gradients of the patches' tables, and large problems
     # in float32, where the matrix units are out of reach of both and theirs are tuned longer.
     full = num_cores == q.shape[2]
-    learning = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    large = q.dtype == torch.float32 and not learning and q[..., 0].numel() > 50_000
+    large = q.dtype == torch.float32 and q[..., 0].numel() > 50_000
     better = not (full or large or _needs_grad(patch_rotation))
     if why_not is None and (backend == "triton" or better):
         return fused.core_attention

@@ -27,36 +27,51 @@ class Launch:
     fused: bool = False
 
 
-# (pass, bytes of an element, head width, bytes of a table's element or 0 without rotation). Where
-# several are given, `cheapest` picks by how evenly they fill the chip. The first choice everywhere
-# is what does not spill: `python -m benchmarks kernels` compiles all of it, and its results file
-# has registers and shared memory of each. An H200 multiprocessor has 512 registers for each of 128
-# threads, and 228 KB (1 a program lost).
-HOPPER: dict[tuple[str, int, int, int], tuple[Launch, ...]] = {
-    ("forward", 2, 32, 0): (Launch(64, stages=3, per_sm=4, registers=128),),
-    ("forward", 2, 32, 2): (Launch(64, warps=8, stages=4, per_sm=2, registers=128),),
-    ("forward", 2, 32, 4): (Launch(64, warps=8, stages=4, per_sm=2, registers=128),),
-    ("forward", 2, 64, 0): (
-        Launch(64, warps=8, stages=4, per_sm=2, registers=128),
-        Launch(64, stages=4, per_sm=2),
-    ),
-    ("forward", 2, 64, 2): (Launch(32, stages=2, per_sm=4, registers=128),),
-    ("forward", 2, 64, 4): (Launch(32, stages=2, per_sm=4, registers=128),),
-    ("forward", 2, 128, 0): (Launch(32, stages=2, per_sm=2),),
-    ("forward", 2, 128, 2): (Launch(64, warps=8, stages=3, per_sm=1),),
-    ("forward", 2, 128, 4): (Launch(64, warps=8, stages=3, per_sm=1),),
-    ("forward", 4, 32, 0): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("forward", 4, 32, 4): (Launch(32, warps=8, stages=1, per_sm=1),),
-    ("backward", 2, 32, 0): (Launch(64, stages=3, per_sm=2),),
-    ("backward", 2, 32, 2): (Launch(64, stages=3, per_sm=2),),
-    ("backward", 2, 32, 4): (Launch(64, stages=3, per_sm=2),),
-    ("backward", 2, 64, 0): (Launch(64, stages=3, per_sm=2),),
-    ("backward", 2, 64, 2): (Launch(32, stages=3, per_sm=2),),
-    ("backward", 2, 64, 4): (Launch(32, stages=3, per_sm=2),),
-    ("backward", 2, 128, 0): (Launch(16, warps=8, stages=1, per_sm=1),),
-    ("backward", 2, 128, 2): (Launch(16, warps=8, stages=1, per_sm=1),),
-    ("backward", 2, 128, 4): (Launch(16, warps=8, stages=1, per_sm=1),),
+# (pass, bytes of an element, head width, bytes of a table's element or 0 without rotation). The
+# first choice everywhere is what does not spill: `python -m benchmarks kernels` compiles all of it,
+# and its results file has registers and shared memory of each. An H200 multiprocessor has 512
+# registers for each of 128 threads, and 228 KB (1 a program lost). Heads of 64 were timed there by
+# `python -m benchmarks tune_attention`.
+HOPPER: dict[tuple[str, int, int, int], Launch] = {
+    ("forward", 2, 32, 0): Launch(64, stages=3, per_sm=3),
+    ("forward", 2, 32, 2): Launch(64, stages=3, per_sm=2),
+    ("forward", 2, 32, 4): Launch(64, stages=3, per_sm=2),
+    ("forward", 2, 64, 0): Launch(64, stages=3, per_sm=3, registers=168),
+    ("forward", 2, 64, 2): Launch(64, stages=3, per_sm=2),
+    ("forward", 2, 64, 4): Launch(64, stages=3, per_sm=2),
+    ("forward", 2, 128, 0): Launch(32, stages=2, per_sm=2),
+    ("forward", 2, 128, 2): Launch(64, warps=8, stages=3, per_sm=1),
+    ("forward", 2, 128, 4): Launch(64, warps=8, stages=3, per_sm=1),
+    ("forward", 4, 32, 0): Launch(32, warps=8, stages=1, per_sm=1),
+    ("forward", 4, 32, 4): Launch(32, warps=8, stages=1, per_sm=1),
+    ("backward", 2, 32, 0): Launch(64, stages=3, per_sm=2),
+    ("backward", 2, 32, 2): Launch(64, stages=3, per_sm=2),
+    ("backward", 2, 32, 4): Launch(64, stages=3, per_sm=2),
+    ("backward", 2, 64, 0): Launch(64, stages=3, per_sm=2),
+    ("backward", 2, 64, 2): Launch(32, stages=3, per_sm=2),
+    ("backward", 2, 64, 4): Launch(32, stages=3, per_sm=2),
+    ("backward", 2, 128, 0): Launch(16, warps=8, stages=1, per_sm=1),
+    ("backward", 2, 128, 2): Launch(16, warps=8, stages=1, per_sm=1),
+    ("backward", 2, 128, 4): Launch(16, warps=8, stages=1, per_sm=1),
 }
+
+# The same where cores fill their rows, or are so few that they take few registers: what hides the
+# rows of cores that are not there costs 50 registers a thread, and faster launches would spill.
+HOPPER_FEW_OR_ALL: dict[tuple[str, int, int, int], Launch] = {
+    ("forward", 2, 32, 0): Launch(64, stages=3, per_sm=4, registers=128),
+    ("forward", 2, 32, 2): Launch(64, stages=3, per_sm=4, registers=128),
+    ("forward", 2, 32, 4): Launch(64, stages=3, per_sm=4, registers=128),
+    ("forward", 2, 64, 2): Launch(64, stages=3, per_sm=3, registers=168),
+    ("forward", 2, 64, 4): Launch(64, stages=1, per_sm=3, registers=168),
+    ("forward", 2, 128, 0): Launch(64, stages=3, per_sm=2),
+    ("forward", 2, 128, 2): Launch(64, stages=2, per_sm=2),
+}
+# And where patches fill every tile besides, so that the last one is like all others.
+HOPPER_WHOLE: dict[tuple[str, int, int, int], Launch] = {
+    ("backward", 2, 64, 2): Launch(64, stages=3, per_sm=2),
+    ("backward", 2, 64, 4): Launch(64, stages=3, per_sm=2),
+}
+FEW_CORES = 16
 
 # (pass, bytes of an element, head width). Data-centre Blackwell keeps accumulators in a memory of
 # their own; what is resident leaves its registers to the rest.
@@ -100,22 +115,37 @@ BLACKWELL_TILED: dict[tuple[int, int], Launch] = {
 
 
 def resident(
-    name: str, size: int, width: int, tables: int, capability: tuple[int, int]
-) -> tuple[Launch, ...]:
-    """Launches of the pass `name` that keep the cores on the chip; none where they do not fit.
+    name: str,
+    size: int,
+    width: int,
+    tables: int,
+    capability: tuple[int, int],
+    *,
+    cores: int = RESIDENT_CORES,
+    patches: int = 0,
+) -> Launch | None:
+    """The launch of the pass `name` that keeps the cores on the chip; None where they do not fit.
 
     Args:
         size, tables: bytes of an element of q, and of a rotary table's, 0 without rotation.
         capability: of the GPU; (0, 0) is the interpreter, where everything fits.
+        cores, patches: how many there are.
     """
     major = capability[0]
-    if major == 9:
-        lines = HOPPER.get((name, size, width, tables))
-        return lines or HOPPER.get((name, size, width, tables and size), ())
     if major == 0:
-        return (Launch(32 if size == 4 else 64),) if size * width < 512 else ()
-    line = (BLACKWELL if major == 10 else AMPERE).get((name, size, width))
-    return () if line is None else (line,)
+        return Launch(32 if size == 4 else 64) if size * width < 512 else None
+    if major != 9:
+        return (BLACKWELL if major == 10 else AMPERE).get((name, size, width))
+    key = (name, size, width, tables)
+    if key not in HOPPER:
+        key = (name, size, width, tables and size)
+    if cores == RESIDENT_CORES or cores <= FEW_CORES:
+        whole = HOPPER_WHOLE.get(key)
+        if whole is not None and patches % whole.block == 0:
+            return whole
+        if key in HOPPER_FEW_OR_ALL:
+            return HOPPER_FEW_OR_ALL[key]
+    return HOPPER.get(key)
 
 
 def tiled(size: int, width: int, capability: tuple[int, int]) -> Launch:

@@ -24,9 +24,8 @@ from veca.attention.knobs import (
     RESIDENT_CORES,
     Launch,
     choose_splits,
-    span_cost,
 )
-from veca.attention.knobs import resident as resident_launches
+from veca.attention.knobs import resident as resident_launch
 from veca.attention.knobs import tiled as tiled_launch
 
 
@@ -100,18 +99,6 @@ class _Problem:
     def splits(self, roles: int, tiles: int, launch: Launch) -> int:
         units = _multiprocessors(self.q.device)
         return choose_splits(self.sequences * roles, tiles, units, launch)
-
-    def cheapest(self, launches: tuple[Launch, ...]) -> Launch:
-        """The launch whose programs fill the chip most evenly; the first if several do."""
-
-        def cost(launch: Launch) -> int:
-            tiles = -(-self.patches // launch.block)
-            roles = 1 if launch.fused else 2
-            splits = self.splits(roles, tiles, launch)
-            units = _multiprocessors(self.q.device)
-            return span_cost(self.sequences * roles, tiles, units, launch, splits)
-
-        return launches[0] if len(launches) == 1 else min(launches, key=cost)
 
 
 def launch_forward(
@@ -463,14 +450,22 @@ def _pick(
 ) -> tuple[Launch, bool]:
     size, width = problem.q.element_size(), problem.width
     capability = _capability(problem.q.device)
-    lines = resident_launches(name, size, width, problem.table_bytes, capability)
+    resident = resident_launch(
+        name,
+        size,
+        width,
+        problem.table_bytes,
+        capability,
+        cores=problem.num_cores,
+        patches=problem.patches,
+    )
     if tiled is None:
-        tiled = problem.num_cores > RESIDENT_CORES or not lines
+        tiled = problem.num_cores > RESIDENT_CORES or resident is None
     if launch is None:
-        walk = tiled or not lines
-        launch = tiled_launch(size, width, capability) if walk else problem.cheapest(lines)
-        if problem.multiplicity is not None and not walk:  # its weights take registers
-            launch = dataclasses.replace(launch, registers=None)
+        if tiled or resident is None:
+            launch = tiled_launch(size, width, capability)
+        else:
+            launch = resident
     return launch, tiled
 
 
