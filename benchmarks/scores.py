@@ -42,6 +42,20 @@ NAMES = {
     SMALL_CONTROL: "small beside the control",
 }
 
+ALL_PATCHES = "all patches"
+KEPT_AT = {
+    name: {
+        ("64", "1"): ALL_PATCHES,
+        ("64", "0.6"): "`keep=0.6`",
+        ("64", "0.5"): "`keep=0.5`",
+        ("64", first): "`keep=0.4`, small 0.45",
+        ("64", "0.25"): "`keep=0.25`",
+        ("8", "1"): "all patches, 8 cores",
+    }
+    for name, first in ((TINY, "0.4"), (SMALL, "0.45"))
+}
+"""By network, the points of the table of merging: (cores, keep) -> its column."""
+
 SHIPPED_WEIGHTS = {TINY: "in the package", SMALL: "in `weights/` of a clone"}
 LONG_NAMES = {CONTROL: "dense ViT of small's size", TEACHER: "EfficientNet-Lite2, the teacher"}
 MAIN = ("pets-knn", "pets-linear", "camvid", ROOMS)
@@ -254,17 +268,17 @@ def keep(rows: Rows) -> str:
     """What merging keeps of the scores with all patches, beside fewer cores: one row a probe."""
     lines: dict[tuple[str, str, str], dict[str, str]] = {}
     for r in rows:
+        point = KEPT_AT[r["backbone"]].get((r["cores"], r["keep"]))
+        if point is None:
+            continue
         kept = f"{100 * float(r['retention_full']):.1f} %" if r["retention_full"] else ""
         if r["full_low"]:
             low, high = (100 * float(r[f"full_{end}"]) for end in ("low", "high"))
             kept += f" ({low:.1f}–{high:.1f})"
         score = shown(r["probe"], float(r[DRAWN[r["probe"]][1]]))
-        full = (r["cores"], r["keep"]) == ("64", "1")
-        name = f"{r['cores']} cores" + ("" if r["keep"] == "1" else f", `keep={r['keep']}`")
         at = lines.setdefault((r["backbone"], r["probe"], r["size"]), {})
-        at[name] = score if full else kept
-    columns = list(dict.fromkeys(name for at in lines.values() for name in at))
-    columns.sort(key=lambda name: (-int(name.split()[0]), "keep" in name))
+        at[point] = score if point == ALL_PATCHES else kept
+    columns = dict.fromkeys(KEPT_AT[TINY].values())
     return table(
         ["", "probe", "short side, px", *columns],
         [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import veca
 from veca import VecaConfig, compile_for_inference, create_model, native
@@ -177,9 +179,10 @@ def test_compiled_steps_are_their_definitions() -> None:
     call("norm", x, weight, bias, 1e-6, count, width, whole, scale)
     same(whole, scale, F.layer_norm(x, (width,), weight, bias, 1e-6))
     for kind, dtype in (("bf16", torch.bfloat16), ("float", torch.float32)):
-        mixed = x.view(count, 3, 16).transpose(0, 1).to(dtype).contiguous()
-        call(f"gather_{kind}", mixed[:, 0], count, 3, 16, 0, count, whole, scale)
-        same(whole, scale, mixed.transpose(0, 1).reshape(count, width).float())
+        mixed = torch.full((2, 3, count + 3, 16), torch.nan, dtype=dtype)
+        mixed[1, :, :count] = x.view(count, 3, 16).transpose(0, 1)
+        call(f"gather_{kind}", mixed, count, 3, 16, 1, count + 3, whole, scale)
+        same(whole, scale, mixed[1, :, :count].transpose(0, 1).reshape(count, width).float())
 
     sums = torch.randint(-(10**6), 10**6, (count, 2 * width), dtype=torch.int32)
     channel, shift, token = torch.rand(2 * width) * 1e-4, torch.randn(2 * width), torch.rand(count)
@@ -189,9 +192,49 @@ def test_compiled_steps_are_their_definitions() -> None:
     same(whole, scale, F.silu(gate) * value)
 
     scores = (torch.randn(5, 23) * 30).bfloat16()
-    wanted = scores.float().softmax(dim=-1).bfloat16()
-    call("softmax_bf16", scores, 5, 23)
-    torch.testing.assert_close(scores, wanted, rtol=2**-7, atol=1e-30)
+    scores[:, 20:] = torch.nan  # behind the last that counts
+    wanted = scores[:, :20].float().softmax(dim=-1).bfloat16()
+    call("softmax_bf16", scores, 5, 20, 23)
+    torch.testing.assert_close(scores[:, :20], wanted, rtol=2**-7, atol=1e-30)
+    assert not scores[:, 20:].any()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("keep", [1.0, 0.5])
+def test_a_batch_is_its_images(model: Veca, precision: str, keep: float) -> None:
+    """Whatever products are made for several at once, and for more tokens than there are."""
+    fast = at_precision(model, precision)
+    images = torch.randn(7, 3, 48, 80)
+    together = fast(images, keep=keep)
+    for image, cls, patches in zip(images, together.cls, together.patches, strict=True):
+        alone = fast(image[None], keep=keep)
+        torch.testing.assert_close(alone.cls[0], cls, rtol=0, atol=0.02)
+        torch.testing.assert_close(alone.patches[0], patches, rtol=0, atol=0.02)
+
+
+class BatchedProducts(TorchDispatchMode):
+    """Notes the shapes of products over batches of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[torch.Size, ...]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.bmm.default:
+            self.shapes.add(tuple(x.shape for x in args))
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_shapes_of_products_for_many_of_images(model: Veca) -> None:
+    """For each, oneDNN compiles code that it keeps: memory would grow with every new shape."""
+    fast = at_precision(model, "bf16")
+    batches, widths = (1, 2, 3, 5, 7, 8), range(10, 22)
+    with BatchedProducts() as products:
+        for batch, width in itertools.product(batches, widths):
+            fast(torch.zeros(batch, 3, 8 * 10, 8 * width))
+    rooms = {-(-(6 + 10 * width) // 32) for width in widths}
+    kinds, powers = 4, 4
+    assert len(products.shapes) <= kinds * powers * len(rooms) < 4 * len(batches) * len(widths) / 2
 
 
 @needs_compiler

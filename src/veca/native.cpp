@@ -93,21 +93,24 @@ void rows(int64_t count, int64_t scratch, int64_t threads, One one) {
 }
 
 // Queries and keys turned, and values, from sums [rows, 3, heads, 2 * half] to
-// out[3, heads, total, 2 * half], rows from `first` on.
+// out[3, images, heads, room, 2 * half], rows from `first` on; an image has `tokens` of them.
 template <class Out>
 void turn(const int32_t* sums, const float* channel, const float* bias, const float* token,
     const float* cos, const float* sin, int64_t count, int64_t heads, int64_t half, int64_t first,
-    int64_t total, Out* out, int64_t threads) {
+    int64_t images, int64_t tokens, int64_t room, Out* out, int64_t threads) {
     int64_t width = 2 * half, all = heads * width;
     rows(count, 0, threads, [&](int64_t row, float*) {
         float scale = token[row];
         const float *c = cos + row * half, *s = sin + row * half;
+        uint32_t place = static_cast<uint32_t>(first + row), each = static_cast<uint32_t>(tokens);
+        int64_t image = place / each, token_of = place % each;
         for (int64_t part = 0; part < 3; ++part)
             for (int64_t head = 0; head < heads; ++head) {
                 int64_t at = part * all + head * width;
                 const int32_t* sum = sums + row * 3 * all + at;
                 const float *w = channel + at, *b = bias + at;
-                Out* to = out + ((part * heads + head) * total + first + row) * width;
+                Out* to = out
+                          + (((part * images + image) * heads + head) * room + token_of) * width;
                 if (part == 2) {
 #pragma omp simd
                     for (int64_t i = 0; i < width; ++i)
@@ -126,14 +129,15 @@ void turn(const int32_t* sums, const float* channel, const float* bias, const fl
     });
 }
 
-// Rows of what attention found, mixed[heads, taken, width] from `first` on, as int8 of all heads.
+// The first rows of what attention found for an image, mixed[images, heads, room, width], as int8 of
+// all heads.
 template <class In>
-void gather(const In* mixed, int64_t count, int64_t heads, int64_t width, int64_t first,
-    int64_t taken, int8_t* out, float* token, int64_t threads) {
+void gather(const In* mixed, int64_t count, int64_t heads, int64_t width, int64_t image,
+    int64_t room, int8_t* out, float* token, int64_t threads) {
     int64_t all = heads * width;
     rows(count, all, threads, [&](int64_t row, float* own) {
         for (int64_t head = 0; head < heads; ++head) {
-            const In* from = mixed + (head * taken + first + row) * width;
+            const In* from = mixed + ((image * heads + head) * room + row) * width;
 #pragma omp simd
             for (int64_t i = 0; i < width; ++i) own[head * width + i] = wide(from[i]);
         }
@@ -158,23 +162,25 @@ void veca_norm(const float* x, const float* weight, const float* bias, float eps
 
 void veca_turn_bf16(const int32_t* sums, const float* channel, const float* bias,
     const float* token, const float* cos, const float* sin, int64_t count, int64_t heads,
-    int64_t half, int64_t first, int64_t total, void* out, int64_t threads) {
-    turn(sums, channel, bias, token, cos, sin, count, heads, half, first, total,
+    int64_t half, int64_t first, int64_t images, int64_t tokens, int64_t room, void* out,
+    int64_t threads) {
+    turn(sums, channel, bias, token, cos, sin, count, heads, half, first, images, tokens, room,
         static_cast<Bf16*>(out), threads);
 }
 
 void veca_turn_float(const int32_t* sums, const float* channel, const float* bias,
     const float* token, const float* cos, const float* sin, int64_t count, int64_t heads,
-    int64_t half, int64_t first, int64_t total, void* out, int64_t threads) {
-    turn(sums, channel, bias, token, cos, sin, count, heads, half, first, total,
+    int64_t half, int64_t first, int64_t images, int64_t tokens, int64_t room, void* out,
+    int64_t threads) {
+    turn(sums, channel, bias, token, cos, sin, count, heads, half, first, images, tokens, room,
         static_cast<float*>(out), threads);
 }
 
-// Softmax of rows in place.
-void veca_softmax_bf16(void* scores, int64_t count, int64_t n, int64_t threads) {
+// Softmax in place of the first n of each row's `room` scores; the rest become zero.
+void veca_softmax_bf16(void* scores, int64_t count, int64_t n, int64_t room, int64_t threads) {
     Bf16* all = static_cast<Bf16*>(scores);
     rows(count, n, threads, [&](int64_t row, float* own) {
-        Bf16* x = all + row * n;
+        Bf16* x = all + row * room;
         float top = -3.4e38f, sum = 0.0f;
 #pragma omp simd reduction(max : top)
         for (int64_t i = 0; i < n; ++i) {
@@ -189,17 +195,18 @@ void veca_softmax_bf16(void* scores, int64_t count, int64_t n, int64_t threads) 
         float share = 1.0f / sum;
 #pragma omp simd
         for (int64_t i = 0; i < n; ++i) store(own[i] * share, x + i);
+        if (n < room) std::memset(x + n, 0, static_cast<size_t>(room - n) * sizeof *x);
     });
 }
 
 void veca_gather_bf16(const void* mixed, int64_t count, int64_t heads, int64_t width,
-    int64_t first, int64_t taken, int8_t* out, float* token, int64_t threads) {
-    gather(static_cast<const Bf16*>(mixed), count, heads, width, first, taken, out, token, threads);
+    int64_t image, int64_t room, int8_t* out, float* token, int64_t threads) {
+    gather(static_cast<const Bf16*>(mixed), count, heads, width, image, room, out, token, threads);
 }
 
 void veca_gather_float(const void* mixed, int64_t count, int64_t heads, int64_t width,
-    int64_t first, int64_t taken, int8_t* out, float* token, int64_t threads) {
-    gather(static_cast<const float*>(mixed), count, heads, width, first, taken, out, token,
+    int64_t image, int64_t room, int8_t* out, float* token, int64_t threads) {
+    gather(static_cast<const float*>(mixed), count, heads, width, image, room, out, token,
         threads);
 }
 

@@ -30,9 +30,9 @@ _FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared
 _SECONDS = 120
 _ARGUMENTS = {
     "norm": "pppfiippi",
-    "turn_bf16": "ppppppiiiiipi",
-    "turn_float": "ppppppiiiiipi",
-    "softmax_bf16": "piii",
+    "turn_bf16": "ppppppiiiiiiipi",
+    "turn_float": "ppppppiiiiiiipi",
+    "softmax_bf16": "piiii",
     "gather_bf16": "piiiiippi",
     "gather_float": "piiiiippi",
     "add_norm": "pppppppfiipppi",

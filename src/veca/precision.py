@@ -57,6 +57,9 @@ _PROJECTED = 256
 """Rows of a part of the output projection."""
 _FUSED = 2**22
 _ALLOCATION = 31 * 2**20
+_ROOM = 32
+"""Products of attention are made for a multiple of so many tokens, and for 1, 2, 4, ... images: for
+each new shape oneDNN compiles code, which takes milliseconds and half a megabyte that it keeps."""
 
 
 # ------------------------------------------------------------------------------------- processor
@@ -425,10 +428,10 @@ class FastBlock(Block):
         patches = patch_rotation or (None, None)
         tables = (_table(a, b, batch) for a, b in zip(core_rotation, patches, strict=True))
         flat = x.reshape(-1, width).contiguous()
-        q, k, v = (part.unflatten(1, (batch, count)) for part in self._asked(flat, *tables))
+        q, k, v = self._asked(flat, batch, *tables)
         if rows is not None:
             q, flat = q[:, :, :rows], x[:, :rows].reshape(-1, width).contiguous()
-        mixed = _mixed(q, k, v, num_cores, multiplicity, self.steps.softmax)
+        mixed = _mixed(q, k, v, num_cores, count, multiplicity, self.steps.softmax)
         return self.steps.write(flat, mixed).view(batch, -1, width)
 
     @torch.no_grad()
@@ -453,8 +456,9 @@ class FastBlock(Block):
         if beside is None:
             return self._seen(patches, q, keys, values), part
         there, others, theirs = beside
-        scores = [_scores(q, keys), _scores(self._looked(patches, there)[0], others)]
-        weights = self.steps.softmax(torch.cat(scores, dim=-1))
+        both = [_scores(q, keys), _scores(self._looked(patches, there)[0], others)]
+        scores = torch.cat(both, dim=-1)
+        weights = self.steps.softmax(scores, scores.shape[-1])
         seen = torch.cat([x.expand(len(q), -1, -1, -1) for x in (values, theirs)], dim=2)
         return self._joined(patches, weights @ seen.to(q.dtype)), part
 
@@ -462,24 +466,33 @@ class FastBlock(Block):
         """Queries, keys and values [B, H, n, d] of patches [B, n, D] alone."""
         batch, count, width = patches.shape
         tables = (_table(table, None, batch) for table in rotation)
-        found = self._asked(patches.reshape(-1, width).contiguous(), *tables)
-        return [part.unflatten(1, (batch, count)).transpose(0, 1) for part in found]
+        found = self._asked(patches.reshape(-1, width).contiguous(), batch, *tables)
+        return [part[:, :, :count] for part in found]
 
     def _seen(self, patches: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Patches after the block, with queries [B, H, n, d] for the cores' keys and values."""
-        mixed = self.steps.softmax(_scores(q, keys)) @ values.to(q.dtype)
+        scores = _scores(q, keys)
+        mixed = self.steps.softmax(scores, scores.shape[-1]) @ values.to(q.dtype)
         return self._joined(patches, mixed)
 
     def _joined(self, patches: Tensor, mixed: Tensor) -> Tensor:
         """Patches after the block, given what their heads found [B, H, n, d]."""
         flat = patches.reshape(-1, patches.shape[-1]).contiguous()
-        return self.steps.write(flat, (mixed.transpose(0, 1),)).view(patches.shape)
+        return self.steps.write(flat, (mixed,)).view(patches.shape)
 
-    def _asked(self, flat: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [H, R, d] of rows [R, D], turned, in halves."""
-        heads, width = self.attn.heads, flat.shape[1]
-        qkv = torch.empty(3, heads, len(flat), width // heads, dtype=_attention_dtype(self.packed))
-        self.steps.read(flat, cos, sin, qkv)
+    def _asked(
+        self, flat: Tensor, batch: int, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, H, n, d] of rows [R, D], turned, in halves.
+
+        In bfloat16 n is rounded up, with rows of zeros: see `_ROOM`.
+        """
+        heads, width, tokens = self.attn.heads, flat.shape[1], len(flat) // batch
+        dtype = _attention_dtype(self.packed)
+        room = tokens if dtype == torch.float32 else -(-tokens // _ROOM) * _ROOM
+        qkv = torch.empty(3, batch, heads, room, width // heads, dtype=dtype)
+        qkv[:, :, :, tokens:] = 0
+        self.steps.read(flat, cos, sin, tokens, qkv)
         q, k, v = qkv.unbind()
         return q, k, v
 
@@ -597,41 +610,77 @@ def _mixed(
     k: Tensor,
     v: Tensor,
     budget: int,
+    tokens: int,
     multiplicity: Tensor | None,
-    softmax: Callable[[Tensor], Tensor],
+    softmax: Callable[[Tensor, int], Tensor],
 ) -> tuple[Tensor, ...]:
-    """What attention finds for [H, B, T, d]: for cores, and for patches if there are any.
+    """What attention finds for [B, H, n, d]: for cores, and for patches if there are any.
 
-    Both as [H, B, t, d]; `q` is times the scale.
+    Both as [B, H, m, d]; `q` is times the scale. Of k and v the first `tokens` count; what is found
+    for further rows of q means nothing.
     """
     if q.dtype == torch.float32:
-        q, k, v = (x.transpose(0, 1) for x in (q * q.shape[-1] ** 0.5, k, v))
-        found = core_attention(q, k, v, budget, multiplicity=multiplicity).transpose(0, 1)
+        found = core_attention(q * q.shape[-1] ** 0.5, k, v, budget, multiplicity=multiplicity)
         parts = found.split([min(budget, found.shape[2]), max(0, found.shape[2] - budget)], dim=2)
         return tuple(part.contiguous() for part in parts if part.shape[2])
     bias = None
     if multiplicity is not None:
-        bias = core_bias(multiplicity, budget).to(q.dtype).transpose(0, 1)
-    cores = _attend(q[:, :, :budget], k, v, bias, softmax)
+        bias = core_bias(multiplicity, budget).to(q.dtype).expand(len(q), -1, -1, -1)
+    groups = [
+        _mixed_of(
+            q[some], k[some], v[some], budget, tokens, None if bias is None else bias[some], softmax
+        )
+        for some in _in_powers(len(q))
+    ]
+    return groups[0] if len(groups) == 1 else tuple(map(torch.cat, zip(*groups, strict=True)))
+
+
+def _mixed_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    budget: int,
+    tokens: int,
+    bias: Tensor | None,
+    softmax: Callable[[Tensor, int], Tensor],
+) -> tuple[Tensor, ...]:
+    cores = _attend(q[:, :, :budget], k, v, tokens, bias, softmax)
     if q.shape[2] <= budget:
         return (cores,)
     k, v = k[:, :, :budget], v[:, :, :budget]
-    return cores, _attend(q[:, :, budget:], k, v, None, softmax)
+    return cores, _attend(q[:, :, budget:], k, v, budget, None, softmax)
+
+
+def _in_powers(count: int) -> list[slice]:
+    """Images in groups whose lengths are powers of two."""
+    found, first = [], 0
+    while first < count:
+        length = 1 << ((count - first).bit_length() - 1)
+        found.append(slice(first, first + length))
+        first += length
+    return found
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, softmax: Callable[[Tensor], Tensor]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    count: int,
+    bias: Tensor | None,
+    softmax: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """Plain attention; on a CPU torch's fused kernel is slower than this in bfloat16.
+    """Plain attention to the first `count` keys; on a CPU torch's fused kernel is slower than this
+    in bfloat16.
 
     It is not where there are so many scores that they would leave the cache: full attention.
     """
     if bias is None and q.shape[-2] * k.shape[-2] > _FUSED:
+        k, v = k[:, :, :count], v[:, :, :count]
         return F.scaled_dot_product_attention(q, k, v, scale=1.0)
     scores = q @ k.transpose(-1, -2)
     if bias is not None:
-        scores = scores + bias
-    return softmax(scores) @ v
+        scores[..., :count] += bias
+    return softmax(scores, count) @ v
 
 
 def _product(x: Tensor, layer: PackedLinear) -> Tensor:
@@ -650,27 +699,32 @@ class TorchSteps:
     def __init__(self, layer: PackedBlock, heads: int, eps: float) -> None:
         self.layer, self.heads, self.eps = layer, heads, eps
 
-    def read(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        """Rows' queries and keys, turned, and their values, into `out` [3, H, R, d]."""
+    def read(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: int, out: Tensor) -> None:
+        """Rows' queries and keys, turned, and their values, into `out` [3, B, H, n, d]."""
         layer = self.layer
         half = cos.shape[-1]
+        rows = out.new_empty(len(x), 3, self.heads, 2 * half)
         for first, last in _parts(len(x), layer):
             part = F.layer_norm(x[first:last], x.shape[-1:], *layer.norm_attn, self.eps)
             found = _product(part, layer.qkv).view(last - first, 3, self.heads, 2 * half)
             c, s = (table[first:last, None, None] for table in (cos, sin))
             even, odd = found[:, :2].chunk(2, dim=-1)
-            to = out[:, :, first:last]
-            to[:2, ..., :half] = (even * c - odd * s).permute(1, 2, 0, 3)
-            to[:2, ..., half:] = (even * s + odd * c).permute(1, 2, 0, 3)
-            to[2] = found[:, 2].transpose(0, 1)
+            to = rows[first:last]
+            to[:, :2, :, :half] = even * c - odd * s
+            to[:, :2, :, half:] = even * s + odd * c
+            to[:, 2] = found[:, 2]
+        out[:, :, :, :tokens] = rows.unflatten(0, (-1, tokens)).permute(2, 0, 3, 1, 4)
 
-    def softmax(self, scores: Tensor) -> Tensor:
+    def softmax(self, scores: Tensor, count: int) -> Tensor:
+        """Over the first `count` of each row; the weights of the rest are zero."""
+        scores[..., count:] = -torch.inf
         return scores.softmax(dim=-1)
 
     def write(self, x: Tensor, mixed: tuple[Tensor, ...]) -> Tensor:
         """Rows of the residual stream after the block, given what attention found."""
         layer = self.layer
-        seen = torch.cat([part.permute(1, 2, 0, 3) for part in mixed], dim=1).reshape(x.shape)
+        seen = torch.cat([part.transpose(1, 2) for part in mixed], dim=1)
+        seen = seen[:, : len(x) // len(seen)].reshape(x.shape)
         out = torch.empty_like(x)
         for first, last in _parts(len(x), layer):
             after = x[first:last] + _product(seen[first:last].float(), layer.out)
@@ -690,23 +744,25 @@ class NativeSteps:
             cast(RoundedLinear, part) for part in (layer.qkv, layer.out, layer.up, layer.down)
         )
 
-    def read(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    def read(self, x: Tensor, cos: Tensor, sin: Tensor, tokens: int, out: Tensor) -> None:
         call, width, eps = self.call, x.shape[1], self.eps
         turn = "turn_bf16" if out.dtype == torch.bfloat16 else "turn_float"
+        images, room = out.shape[1], out.shape[3]
         for first, last in _parts(len(x), self.layer):
             rows = last - first
             whole, scale = _whole(rows, width)
             call("norm", x[first:], *self.layer.norm_attn, eps, rows, width, whole, scale)
             sums = torch._int_mm(whole, self.qkv.weight)
             given = (sums, self.qkv.scale, self.qkv.bias, scale, cos[first:], sin[first:])
-            call(turn, *given, rows, self.heads, cos.shape[1], first, len(x), out)
+            where = (first, images, tokens, room)
+            call(turn, *given, rows, self.heads, cos.shape[1], *where, out)
 
-    def softmax(self, scores: Tensor) -> Tensor:
-        if scores.dtype != torch.bfloat16:
+    def softmax(self, scores: Tensor, count: int) -> Tensor:
+        if scores.dtype != torch.bfloat16:  # without rows of zeros
             return scores.softmax(dim=-1)
         scores = scores.contiguous()
-        count = scores.shape[-1]
-        self.call("softmax_bf16", scores, scores.numel() // count, count)
+        room = scores.shape[-1]
+        self.call("softmax_bf16", scores, scores.numel() // room, count, room)
         return scores
 
     def write(self, x: Tensor, mixed: tuple[Tensor, ...]) -> Tensor:
@@ -733,13 +789,13 @@ class NativeSteps:
         seen, scales = _whole(*x.shape)
         name = "gather_bf16" if mixed[0].dtype == torch.bfloat16 else "gather_float"
         mixed = tuple(part.contiguous() for part in mixed)
-        heads, batch, _, width = mixed[0].shape
+        batch, heads, _, width = mixed[0].shape
         to = 0
         for image in range(batch):
             for part in mixed:
-                count = part.shape[2]
-                given = (part, count, heads, width, image * count, batch * count)
-                self.call(name, *given, seen[to:], scales[to:])
+                room = part.shape[2]
+                count = min(room, (image + 1) * len(x) // batch - to)
+                self.call(name, part, count, heads, width, image, room, seen[to:], scales[to:])
                 to += count
         return seen, scales
 
