@@ -54,12 +54,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NUMBERS = 2**19
 """In the widest layer of a part of the rows, about: with 4 bytes each they fit a cache."""
 _PROJECTED = 256
-"""Rows of a part of the output projection."""
+"""Rows of a part of the embedding and of the output projection."""
 _FUSED = 2**22
 _ALLOCATION = 31 * 2**20
-_ROOM = 32
-"""Products of attention are made for a multiple of so many tokens, and for 1, 2, 4, ... images: for
-each new shape oneDNN compiles code, which takes milliseconds and half a megabyte that it keeps."""
+_ROOM = 16
+"""Products in bfloat16 are made for a multiple of so many rows, those of attention for 1, 2, 4, ...
+images: for each new shape oneDNN compiles code, which takes milliseconds, and half a megabyte that
+it keeps."""
 
 
 # ------------------------------------------------------------------------------------- processor
@@ -385,8 +386,9 @@ class FastEmbedding(nn.Conv2d):
         batch, channels, height, width = images.shape
         grid = height // high, width // wide
         patches = images.to(dtype).view(batch, channels, grid[0], high, grid[1], wide)
-        rows = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, grid[0] * grid[1], -1)
-        return F.linear(rows, *self.packed).float().transpose(1, 2).unflatten(2, grid)
+        rows = patches.permute(0, 2, 4, 1, 3, 5).reshape(batch * grid[0] * grid[1], -1)
+        found = _product_in_parts(rows, self.packed)
+        return found.unflatten(0, (batch, -1)).transpose(1, 2).unflatten(2, grid)
 
 
 class FastProjection(nn.Linear):
@@ -395,15 +397,7 @@ class FastProjection(nn.Linear):
     packed: PackedLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
-        found = flat.new_empty(len(flat), self.out_features)
-        for first in range(0, len(flat), _PROJECTED):
-            part, out = flat[first : first + _PROJECTED], found[first : first + _PROJECTED]
-            if isinstance(self.packed, WideLinear):
-                out.copy_(F.linear(part.to(self.packed.weight.dtype), *self.packed))
-            else:
-                out.copy_(_product(part, self.packed))
-        return found.view(*x.shape[:-1], -1)
+        return _product_in_parts(x.flatten(0, -2), self.packed).view(*x.shape[:-1], -1)
 
 
 class FastBlock(Block):
@@ -577,10 +571,11 @@ def _for_attention(rows: Tensor, heads: int) -> Tensor:
 def _parts(rows: int, layer: PackedBlock) -> list[tuple[int, int]]:
     """Where parts of rows begin and end, whose widest layer is about `NUMBERS` numbers.
 
-    All are of nearly one length: a short last one costs as much.
+    All are of nearly one length, as a short last one costs as much; but for that one they are
+    multiples of `_ROOM`.
     """
     count = max(1, round(rows * len(layer.up.bias) / NUMBERS))
-    step = -(-rows // count)
+    step = -(-rows // (count * _ROOM)) * _ROOM
     return [(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
@@ -684,13 +679,25 @@ def _attend(
 
 
 def _product(x: Tensor, layer: PackedLinear) -> Tensor:
-    """A linear layer on float32 rows [..., in]; float32 comes out."""
+    """A linear layer on float32 rows [R, in]; float32 comes out."""
     if isinstance(layer, WideLinear):
-        return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias).float()
+        x, rows = x.to(layer.weight.dtype), len(x)
+        if x.dtype == torch.bfloat16 and rows % _ROOM:
+            x = F.pad(x, (0, 0, 0, -rows % _ROOM))
+        return F.linear(x, layer.weight, layer.bias)[:rows].float()
     rounded, row = quantized_rows(x)
     # As in `quantized_linear_reference`, equal to rounding.
     product = torch._int_mm(rounded, layer.weight).float().mul_(layer.scale)
     return torch.addcmul(layer.bias, product, row)
+
+
+def _product_in_parts(x: Tensor, layer: PackedLinear) -> Tensor:
+    """The same, some rows at a time."""
+    found = torch.empty(len(x), len(layer.bias))
+    for first in range(0, len(x), _PROJECTED):
+        part = slice(first, first + _PROJECTED)
+        found[part] = _product(x[part], layer)
+    return found
 
 
 class TorchSteps:
@@ -703,7 +710,12 @@ class TorchSteps:
         """Rows' queries and keys, turned, and their values, into `out` [3, B, H, n, d]."""
         layer = self.layer
         half = cos.shape[-1]
-        rows = out.new_empty(len(x), 3, self.heads, 2 * half)
+        one = out.shape[1] == 1  # whose rows are never in two images
+        rows = (
+            out[:, 0, :, :tokens].permute(2, 0, 1, 3)
+            if one
+            else out.new_empty(len(x), 3, self.heads, 2 * half)
+        )
         for first, last in _parts(len(x), layer):
             part = F.layer_norm(x[first:last], x.shape[-1:], *layer.norm_attn, self.eps)
             found = _product(part, layer.qkv).view(last - first, 3, self.heads, 2 * half)
@@ -713,7 +725,8 @@ class TorchSteps:
             to[:, :2, :, :half] = even * c - odd * s
             to[:, :2, :, half:] = even * s + odd * c
             to[:, 2] = found[:, 2]
-        out[:, :, :, :tokens] = rows.unflatten(0, (-1, tokens)).permute(2, 0, 3, 1, 4)
+        if not one:
+            out[:, :, :, :tokens] = rows.unflatten(0, (-1, tokens)).permute(2, 0, 3, 1, 4)
 
     def softmax(self, scores: Tensor, count: int) -> Tensor:
         """Over the first `count` of each row; the weights of the rest are zero."""
