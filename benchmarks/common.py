@@ -95,9 +95,10 @@ def write_csv(
     With `key`, rows of the file in which that column has another value are kept, with their facts.
     """
     facts = asdict(machine(device))
-    columns = list(dict.fromkeys(key for row in rows for key in row)) + list(facts)
     path = folder / f"{name}.csv"
     kept = others(path, key, rows) if key else []
+    columns = [column for row in (*kept, *rows) for column in row if column not in facts]
+    columns = [*dict.fromkeys(columns), *facts]
     cells = [{k: f"{v:.5g}" if isinstance(v, float) else v for k, v in r.items()} for r in rows]
     return write_rows(path, [*kept, *({**row, **facts} for row in cells)], columns)
 

@@ -204,12 +204,16 @@ step few "20 minutes on one CPU core"
 do_ veca probe knn --data "$PETS" --dataset oxford-pets --weights veca_small_patch16 \
     --weights veca_tiny_patch16 --teacher efficientnet-lite2 --cores 1,2,4,6,8,64 --protocol quick \
     --set knn.subset.train=20 --set knn.subset.test=20 --no-time --overwrite --out $RECORDS/few/pets-few
-step keep "20 minutes on one CPU core; merged patches at sizes where merging pays"
-merged=(--weights veca_tiny_patch16 --cores 8,64 --keep 0.35,1 --protocol quick --no-time --threads 1 --workers 1
-    --overwrite)
-do_ veca probe knn --data "$PETS" --dataset oxford-pets --size 512 --set knn.subset.train=10 \
-    --set knn.subset.test=10 "${merged[@]}" --out $RECORDS/keep/tiny/pets-knn
-do_ veca probe segmentation --data "$CAMVID" --dataset camvid --size 384 "${merged[@]}" --out $RECORDS/keep/tiny/camvid
+step keep "CamVid and SCAU 5 minutes on an H200, Pets 1.5 hours on one CPU core; merged patches at 512 px"
+for name in tiny small; do
+    first=0.4 pets_a_class=20 trimaps=200
+    if [[ $name == small ]]; then first=0.45 pets_a_class=12 trimaps=150; fi
+    merged=(--weights veca_${name}_patch16 --cores 8,64 --size 512 --teacher= --no-time --out $RECORDS/keep/$name)
+    do_ python -m benchmarks probes --camvid "$CAMVID" --scau "$SCAU" "${merged[@]}" --keep 0.25,0.4,0.45,0.5,0.6,1
+    pets=(python -m benchmarks probes --pets "$PETS" "${merged[@]}" --keep $first,1 --precision bf16 --device cpu)
+    do_ "${pets[@]}" --only pets-knn --set knn.subset.train=$pets_a_class --set knn.subset.test=$pets_a_class
+    do_ "${pets[@]}" --only pets-trimaps --set segmentation.subset.train=$trimaps --set segmentation.subset.test=$trimaps
+done
 step scores-coco-2 "6 minutes on an H200 and 33 on one CPU core (trimaps)"
 probes control/coco-2 --weights veca_small_patch16=runs/coco-2/final \
     --weights veca_tiny_patch16=runs/coco-2/siblings/tiny \

@@ -49,7 +49,9 @@ reach all of them."""
 KEPT = 0.95
 """On so many photos a promise is kept."""
 NEARLY = 1.3
-"""Images of so many times the patches of a calibrated size are still of that size."""
+WIDE = 2.0
+"""Images of so many times fewer or more patches than a calibrated square are still of its size:
+more, as a size is the short side of photos."""
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Outputs = TypeVar("Outputs")
@@ -180,7 +182,7 @@ class Calibration:
         """Those of the calibrated sizes on both sides: the more careful one will hold."""
         patches = grid[0] * grid[1]
         for table in self.sizes:
-            if table.patches / NEARLY <= patches <= table.patches * NEARLY:
+            if table.patches / NEARLY <= patches <= table.patches * WIDE:
                 return [table]
         for below, above in itertools.pairwise(self.sizes):
             if below.patches < patches < above.patches:

@@ -107,6 +107,11 @@ def _first(flags: set[str], names: dict[str, str]) -> str:
 def check_precision(precision: str, *more: str) -> str:
     """A precision by its name of today; InputError with the nearest for any other."""
     precision = OLD_NAMES.get(precision, precision)
+    if precision == "auto" and precision not in more:
+        raise InputError(
+            "precision auto is for compile_for_inference, quickstart and demo; here name one: "
+            f"{', '.join(PRECISIONS)}."
+        )
     check_choice("precision", precision, (*PRECISIONS, *more))
     return precision
 

@@ -38,7 +38,7 @@ def test_from_a_picture_to_regions(tiny, weights, photo, tmp_path, capsys):
     asked = ("large", photo, "--out", out, "--context", "image", *common)
     assert run(*asked, "--cores", 5) == 0
     said = capsys.readouterr().out
-    assert "150 x 212 pixels" in said and "10 x 14 patches" in said and "140 patches" in said
+    assert "212 x 150 pixels" in said and "14 x 10 patches" in said and "140 patches" in said
     store = large.FeatureStore(out)
     assert store.features.shape == (10, 14, tiny.config.width)
     assert run("read", out, "--region", "16,32,48,32", "--out", tmp_path / "a.npy", *common) == 0

@@ -195,9 +195,9 @@ def large(
             say(str(found))
             return
     if is_first:
-        height, across = made.grid
+        rows, columns = made.grid
         kept = "" if made.memory is None else f", core memory {gigabytes(made.memory.nbytes)}"
-        say(f"{height} x {across} patches{kept} -> {out}")
+        say(f"{columns} x {rows} patches{kept} -> {out}")
 
 
 def parse_share(text: str | None) -> float | None:

@@ -15,7 +15,13 @@ from veca.large.masks import mask_of
 from veca.large.picture import patch_grid
 from veca.large.plan import Estimate, Mask
 from veca.large.sources import open_source
-from veca.large.sweep import COMMON_CONTEXT, LargeOutput, estimate, features
+from veca.large.sweep import (
+    COMMON_CONTEXT,
+    LargeOutput,
+    check_pass,
+    estimate,
+    features,
+)
 from veca.large.view import PictureLook, PictureView
 from veca.large.work import Progress
 from veca.large.writers import TileWriter, as_writer
@@ -59,8 +65,18 @@ class LargeJob:
             raise LargeError(f"the mask {self.mask} leaves no patch of the picture.")
         return found
 
+    def check(self, model: Veca) -> None:
+        """Refuse settings that do not go together."""
+        check_pass(model, self.context, self.keep, self.width, self.mask)
+        if not self.keep_features and self.context in ("tile", "tile+overview"):
+            raise LargeError(
+                f"context={self.context!r} leaves no core memory of the whole picture, so nothing "
+                "would be kept; keep the features, or choose the context image or overview."
+            )
+
     def estimate(self, model: Veca, picture: PictureView, mask: Mask | None) -> Estimate:
-        """What `run` will take."""
+        """What `run` will take; InputError or LargeError where it would refuse."""
+        self.check(model)
         found = estimate(
             model,
             picture,
@@ -88,11 +104,7 @@ class LargeJob:
         progress: Progress | None = None,
     ) -> LargeOutput:
         """Compute and write the features."""
-        if not self.keep_features and self.context in ("tile", "tile+overview"):
-            raise LargeError(
-                f"context={self.context!r} leaves no core memory of the whole picture, so nothing "
-                "would be kept; keep the features, or choose the context image or overview."
-            )
+        self.check(model)
         writer = self._writer()
         return features(
             model,
@@ -136,14 +148,14 @@ class LargeJob:
 
 
 def describe(picture: PictureView, patch_size: int) -> str:
-    """A picture in a line."""
+    """A picture in a line, its width before its height as in `--region`."""
     height, width = picture.shape
     rows, columns = patch_grid(picture, patch_size)
     levels = len(picture.source.levels)
     where = f", level {picture.level} of {levels}" if levels > 1 else ""
     size = "" if picture.microns is None else f", {_length(max(picture.microns))} a pixel"
     return (
-        f"{picture.source.path}: {height} x {width} pixels{where}{size}; {rows} x {columns} patches"
+        f"{picture.source.path}: {width} x {height} pixels{where}{size}; {columns} x {rows} patches"
     )
 
 

@@ -159,7 +159,7 @@ def features(
             that all of them see; features that stay in memory are, on each, those of its own
             tiles, and 0 elsewhere.
     """
-    config = _checked(model, context, keep, width, mask)
+    config = check_pass(model, context, keep, width, mask)
     source = as_picture(picture)
     grid = patch_grid(source, config.patch_size)
     there = _mask(source, mask, grid, config.patch_size)
@@ -232,7 +232,10 @@ def features(
     return LargeOutput(found, grid, array, last)
 
 
-def _checked(model: Veca, context: str, keep: float | None, width: str, mask: object) -> VecaConfig:
+def check_pass(
+    model: Veca, context: str, keep: float | None, width: str, mask: object
+) -> VecaConfig:
+    """Refuse what cannot be computed together; the network's configuration."""
     check_model(model, "veca.large.features")
     check_choice("context", context, CONTEXTS)
     check_choice("width", width, WIDTHS)
@@ -240,9 +243,12 @@ def _checked(model: Veca, context: str, keep: float | None, width: str, mask: ob
         check_keep(keep)
         if mask is not None:
             raise LargeError("keep merges patches of whole windows, so it takes no mask.")
-        check_memorable(model.training, None)
-    else:
-        check_memorable(model.training, keep)
+    elif keep is not None and keep != 1:
+        raise LargeError(
+            f"keep={keep:g} goes with context='tile' alone, got {context!r}, in which every patch "
+            "goes on. Leave keep out, or choose the context tile."
+        )
+    check_memorable(model.training, None)
     if model.config.in_channels != 3:
         raise LargeError(f"pictures are RGB, and the model takes {model.config.in_channels} bands.")
     return model.config
