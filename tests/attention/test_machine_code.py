@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.rows import read_csv
+from veca.attention.knobs import resident
 
 ROOT = Path(__file__).parents[2]
 ROWS = read_csv(kernels.TABLE)
@@ -87,3 +88,15 @@ def test_every_launch_is_in_the_table_and_a_sample_compiles_to_what_it_says(tmp_
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_faster_launches_only_where_they_do_not_spill():
+    def launch(name, cores, patches):
+        return resident(name, 2, 64, 4, (9, 0), cores=cores, patches=patches)
+
+    few_or_all, any_number = (launch("forward", cores, 1000) for cores in (64, 50))
+    assert few_or_all != any_number
+    assert launch("forward", 8, 1000) == few_or_all and launch("forward", 32, 1000) == any_number
+    whole, with_a_rest = (launch("backward", 64, patches) for patches in (1024, 1000))
+    assert whole.block > with_a_rest.block
+    assert launch("backward", 50, 1024) == with_a_rest

@@ -55,7 +55,7 @@ def test_merging_in_tiles(tiny):
     assert native.features.shape[2] == tiny.config.width
     with pytest.raises(LargeError, match="mask"):
         large.features(tiny, picture, context="tile", keep=0.5, mask=np.ones((10, 14), bool))
-    with pytest.raises(LargeError, match="keep=0.5 goes with context='tile'"):
+    with pytest.raises(LargeError, match=r"keep=0\.5 goes with context='tile'"):
         large.features(tiny, picture, keep=0.5)
 
 
