@@ -46,6 +46,7 @@ from veca.images import check_size
 from veca.merging import unlikeness
 from veca.model import Veca, evaluating
 from veca.outputs import VecaOutput
+from veca.precision import recorded
 
 __all__ = [
     "HeldOut",
@@ -193,7 +194,7 @@ def calibrate(
         "photos_for_cores": {str(size): min(len(found[size]), CORE_PHOTOS) for size in found},
         "enlarged": {str(size): small[size] for size in by_size},
         "confidence": CONFIDENCE,
-        "precision": str(model.dtype).removeprefix("torch."),
+        "precision": recorded(model),
         **{name: asdict(machine(model.device))[name] for name in ("cpu", "gpu", "torch", "veca")},
         "date": machine(model.device).date,
         "held_out": [
