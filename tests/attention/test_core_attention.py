@@ -402,3 +402,14 @@ def test_bad_input_is_named(case):
     args, kwargs, noun = _bad_calls()[case]
     with pytest.raises(InputError, match=noun):
         core_attention(*args, **kwargs)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_few_cores_of_many_patches_round_no_more_than_many(cores):
+    """Matrix products of CPUs sum a single row one by one; 65,536 patches are 4096 px a side."""
+    shape = (1, 2, cores + 65_536, 16)
+    q, k, v = (torch.randn(shape) + shift for shift in (0, 0, 1))
+    exact = core_attention(q.double(), k.double(), v.double(), cores, backend="sdpa")[:, :, :cores]
+    found = core_attention(q, k, v, cores, backend="sdpa")[:, :, :cores]
+    assert found.shape == exact.shape
+    assert (found - exact).norm() / exact.norm() < 1e-6
