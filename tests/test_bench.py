@@ -117,6 +117,10 @@ class TestRace:
         assert [r.error for r in rows] == ["output is not finite", ""] * 2
         assert rows[0].repeats == 0
 
+    def test_nothing_is_not_timed_as_something_fast(self):
+        rows = race([Contender("nothing", lambda x: [x[:0], x])], QUICK)
+        assert [r.error for r in rows] == ["output is empty"] * 2
+
     def test_other_errors_are_not_hidden(self):
         def broken(images: torch.Tensor) -> None:
             raise RuntimeError("a bug")

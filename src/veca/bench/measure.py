@@ -438,6 +438,8 @@ def _prepare(contender: Contender, images: Tensor, plan: BenchPlan) -> _Trial:
     output, peak = peak_tensor_memory(lambda: contender.run(images), images.device)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in _tensors(output)):
         return _Trial(error="output is not finite")
+    if not all(tensor.numel() for tensor in _tensors(output)):
+        return _Trial(error="output is empty")
     del output
     if plan.graph and not contender.own_graph:
         return _Trial(_captured(contender.run, images), peak)
