@@ -14,8 +14,9 @@ from veca.probe.protocol import from_dict
 
 FOLDER = Path(__file__).parents[1] / "results" / "probes"
 RESULTS = sorted(FOLDER.glob("**/results.json"))
-BESIDE_TEACHERS = [path for path in RESULTS if "keep" not in path.parts]
-"""Those of merging are beside the same weights with all patches, at other sizes."""
+BESIDE_TEACHERS = [path for path in RESULTS if not {"keep", "precision"} & set(path.parts)]
+"""Those of merging are beside the same weights with all patches, at other sizes, and those of precisions
+beside float32 in the same run, some on fewer photos."""
 
 
 def _name(path: Path) -> str:
